@@ -1,0 +1,79 @@
+"""The ``tercet`` command: one verb, one module, loaded only when it is asked for.
+
+A verb module defines ``add_arguments(parser)`` and ``run(args) -> int | None``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+import tercet
+from tercet.errors import TercetError, nearest
+
+VERBS: dict[str, str] = {
+    "demo": "train the tiny preset on real text, report, sample",
+    "data": "turn text, source trees, jsonl or parquet into token shards",
+    "train": "train a preset, or resume a run",
+    "sample": "complete text with a trained model",
+    "chat": "talk to a model fine-tuned on XTML chats",
+    "eval": "score a run: bits per byte beside gzip and xz, synthetic tasks",
+    "report": "write a run's report.html again",
+    "checkpoint": "import, export, verify, inspect, compare published layouts",
+    "plan": "parameters, memory and FLOPs of a preset before anything runs",
+    "bench": "time operators or a training step",
+    "doctor": "what this machine has, and which operator tiers run on it",
+}
+
+_EPILOG = "Run `tercet VERB --help` for a verb's own flags. Start with: tercet demo"
+
+
+def _overview() -> argparse.ArgumentParser:
+    width = max(map(len, VERBS)) + 2
+    verbs = "\n".join(f"  {name:<{width}}{text}" for name, text in VERBS.items())
+    parser = argparse.ArgumentParser(
+        prog="tercet",
+        usage="tercet VERB [flags]",
+        description=f"Pre-train, post-train and serve K3-architecture models.\n\nverbs:\n{verbs}",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tercet {tercet.__version__}")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb; errors that tercet raises on purpose become one line on stderr and exit status 2."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0].startswith("-"):
+        overview = _overview()
+        overview.parse_args(arguments)
+        overview.print_help()
+        return 0
+    verb, *rest = arguments
+    if verb not in VERBS:
+        print(f"tercet: unknown verb {verb!r}{nearest(verb, VERBS)}", file=sys.stderr)
+        return 2
+    module = importlib.import_module(f"tercet.cli.{verb}")
+    parser = argparse.ArgumentParser(
+        prog=f"tercet {verb}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    module.add_arguments(parser)
+    try:
+        return module.run(parser.parse_args(rest)) or 0
+    except TercetError as error:
+        print(f"tercet {verb}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+    except KeyboardInterrupt:
+        print(f"\ntercet {verb}: stopped", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""One decoder layer, and how layers hand information through depth.
+
+With Attention Residuals there is no residual stream: a layer reads mixtures of `Depth.bank` (finished block sums) and
+`Depth.prefix` (running sum of the current block) and adds to the prefix (report §2.2). Without them the prefix is the
+ordinary residual stream and the bank stays empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.utils.checkpoint
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tercet.config import ModelConfig
+from tercet.model.context import Context, Place
+from tercet.model.kda import KimiDeltaAttention
+from tercet.model.layers import MLP, RMSNorm, linear
+from tercet.model.mla import MultiHeadLatentAttention
+from tercet.model.moe import LatentMoE
+from tercet.ops import attn_res
+
+
+@dataclass
+class Depth:
+    """What travels from layer to layer: the payload of a pipeline boundary."""
+
+    bank: list[Float[Tensor, "batch tokens hidden"]]
+    prefix: Float[Tensor, "batch tokens hidden"]
+
+
+def mix(depth: Depth, norm: RMSNorm, proj: nn.Linear, layer: int, place: Place, context: Context) -> Tensor:
+    """Return the Attention-Residuals mixture of the bank and the prefix."""
+    sources = [*depth.bank, depth.prefix]
+    context.observer.mixing(layer, place, sources, norm.weight, proj.weight[0])
+    return attn_res(sources, norm.weight, proj.weight[0], eps=norm.eps)
+
+
+class DecoderLayer(nn.Module):
+    """Attention (KDA or MLA) and feed-forward (dense or LatentMoE), each behind its own norm."""
+
+    def __init__(self, config: ModelConfig, layer: int, *, is_mla: bool, is_moe: bool, attn_res: bool):
+        super().__init__()
+        self.layer = layer
+        self.block_size = config.attn_res_block_size if attn_res else None
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.self_attn: nn.Module = (MultiHeadLatentAttention if is_mla else KimiDeltaAttention)(
+            config, layer
+        )
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        if is_moe:
+            self.block_sparse_moe = LatentMoE(config, layer)
+        else:
+            self.mlp = MLP(config, config.intermediate_size)
+        self.is_moe = is_moe
+        if self.block_size is not None:
+            self.self_attention_res_norm = RMSNorm(hidden, eps)
+            self.self_attention_res_proj = linear(hidden, 1)
+            self.mlp_res_norm = RMSNorm(hidden, eps)
+            self.mlp_res_proj = linear(hidden, 1)
+
+    def forward(self, depth: Depth, context: Context) -> Depth:
+        """Advance through this layer; the given `Depth` is left unchanged."""
+        if self.block_size is None:
+            x = depth.prefix
+            x = x + self.self_attn(self.input_layernorm(x), context)
+            return Depth(depth.bank, x + self._feed_forward(x, context))
+        u = depth.prefix
+        if depth.bank:
+            u = mix(
+                depth,
+                self.self_attention_res_norm,
+                self.self_attention_res_proj,
+                self.layer,
+                "attention",
+                context,
+            )
+        a = self.self_attn(self.input_layernorm(u), context)
+        if self.layer % self.block_size == 0:
+            depth = Depth([*depth.bank, depth.prefix], a)
+        else:
+            depth = Depth(depth.bank, depth.prefix + a)
+        h = mix(depth, self.mlp_res_norm, self.mlp_res_proj, self.layer, "mlp", context)
+        return Depth(depth.bank, depth.prefix + self._feed_forward(h, context))
+
+    def _feed_forward(self, h: Tensor, context: Context) -> Tensor:
+        x = self.post_attention_layernorm(h)
+        return self.block_sparse_moe(x, context) if self.is_moe else self.mlp(x)
+
+
+def run_layer(layer: DecoderLayer, depth: Depth, context: Context) -> Depth:
+    """Run one layer, recomputing it in the backward pass when the context asks for that."""
+    if not context.recompute or not torch.is_grad_enabled():
+        return layer(depth, context)
+    slots = len(depth.bank)
+
+    def body(prefix: Tensor, *bank: Tensor) -> tuple[Tensor, ...]:
+        out = layer(Depth(list(bank), prefix), context)
+        return (out.prefix, *out.bank[slots:])
+
+    prefix, *added = torch.utils.checkpoint.checkpoint(body, depth.prefix, *depth.bank, use_reentrant=False)
+    return Depth([*depth.bank, *added], prefix)

@@ -1,0 +1,80 @@
+"""The Kimi Delta Attention layer (report §2.1.1; Kimi-Linear §3)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from tercet.config import ModelConfig
+from tercet.model.context import Context
+from tercet.model.layers import RMSNorm, linear
+from tercet.model.state import KDAState
+from tercet.ops import fused_kda, gated_rms_norm, short_conv
+
+
+class ShortConv(nn.Module):
+    """Holder of one depthwise filter bank under its published name (``q_conv1d.weight`` …)."""
+
+    def __init__(self, channels: int, taps: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+
+
+class KimiDeltaAttention(nn.Module):
+    """Short convolutions, gated delta rule, per-head RMSNorm, then the output gate."""
+
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        kda = config.kda
+        self.kda, self.layer = kda, layer
+        for name in ("q_proj", "k_proj", "v_proj"):
+            self.add_module(name, linear(config.hidden_size, kda.width))
+        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
+            self.add_module(name, ShortConv(kda.width, kda.short_conv_kernel_size))
+        self.f_a_proj = linear(config.hidden_size, kda.head_dim)
+        self.f_b_proj = linear(kda.head_dim, kda.width)
+        self.A_log = nn.Parameter(torch.empty(kda.num_heads))
+        self.dt_bias = nn.Parameter(torch.empty(kda.width))
+        self.b_proj = linear(config.hidden_size, kda.num_heads)
+        if kda.full_rank_gate:
+            self.g_proj = linear(config.hidden_size, kda.width)
+        else:
+            self.g_a_proj = linear(config.hidden_size, kda.head_dim)
+            self.g_b_proj = linear(kda.head_dim, kda.width)
+        self.o_norm = RMSNorm(kda.head_dim, config.rms_norm_eps)
+        self.o_proj = linear(kda.width, config.hidden_size)
+
+    def forward(
+        self, x: Float[Tensor, "batch tokens hidden"], context: Context
+    ) -> Float[Tensor, "batch tokens hidden"]:
+        """Mix tokens; reads and updates this layer's `KDAState` when the context carries states."""
+        kda, lead = self.kda, x.shape[:2]
+        state = context.states[self.layer] if context.states is not None else None
+        assert state is None or isinstance(state, KDAState)
+        pasts = state.conv.split(kda.width, dim=-1) if state is not None else (None, None, None)
+        rows, tails = [], []
+        for name, past in zip("qkv", pasts):
+            projected = self.get_submodule(f"{name}_proj")(x)
+            weight = self.get_parameter(f"{name}_conv1d.weight")
+            y, tail = short_conv(projected, weight, state=past, cu_seqlens=context.cu_seqlens)
+            rows.append(y.view(*lead, kda.num_heads, kda.head_dim))
+            tails.append(tail)
+        z = self.f_b_proj(self.f_a_proj(x)).view(*lead, kda.num_heads, kda.head_dim)
+        dt_bias = self.dt_bias.view(kda.num_heads, kda.head_dim)
+        context.observer.decay(self.layer, z, self.A_log, dt_bias, kda.gate_lower_bound)
+        o, matrix = fused_kda(
+            *rows,
+            z,
+            self.b_proj(x),
+            self.A_log,
+            dt_bias,
+            lower_bound=kda.gate_lower_bound,
+            state=state.recurrent if state is not None else None,
+            cu_seqlens=context.cu_seqlens,
+        )
+        if state is not None:
+            state.conv, state.recurrent = torch.cat(tails, dim=-1), matrix
+        gate = (self.g_proj(x) if kda.full_rank_gate else self.g_b_proj(self.g_a_proj(x))).view_as(o)
+        o = gated_rms_norm(o, gate, self.o_norm.weight, eps=self.o_norm.eps)
+        return self.o_proj(o.flatten(2).to(x.dtype))

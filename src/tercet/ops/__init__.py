@@ -1,0 +1,43 @@
+"""Pure functions on tensors. Each operator is a folder: ``reference`` is the formula, ``torch_`` the vectorised form,
+``triton_`` the GPU kernels; the folder's ``__init__`` checks shapes and holds the one public entry point.
+"""
+
+from tercet.ops.attention import attention_logit_max, causal_attention
+from tercet.ops.attn_res import attn_res, attn_res_bank, attn_res_merge, attn_res_weights
+from tercet.ops.conv import short_conv
+from tercet.ops.cross_entropy import IGNORE, linear_cross_entropy
+from tercet.ops.experts import routed_experts
+from tercet.ops.gate import kda_gate
+from tercet.ops.glu import situ_glu, swiglu
+from tercet.ops.kda import fused_kda, kda
+from tercet.ops.newton_schulz import newton_schulz
+from tercet.ops.norm import gated_rms_norm, l2_norm, rms_norm
+from tercet.ops.registry import OPERATORS, Tier, use_tier
+from tercet.ops.router import Routing, route
+
+__all__ = [
+    "IGNORE",
+    "OPERATORS",
+    "Routing",
+    "Tier",
+    "attention_logit_max",
+    "attn_res",
+    "attn_res_bank",
+    "attn_res_merge",
+    "attn_res_weights",
+    "causal_attention",
+    "fused_kda",
+    "gated_rms_norm",
+    "kda",
+    "kda_gate",
+    "l2_norm",
+    "linear_cross_entropy",
+    "newton_schulz",
+    "rms_norm",
+    "route",
+    "routed_experts",
+    "short_conv",
+    "situ_glu",
+    "swiglu",
+    "use_tier",
+]

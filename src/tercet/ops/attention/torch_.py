@@ -1,0 +1,60 @@
+"""Causal attention through ``scaled_dot_product_attention``, sequences grouped by length.
+
+Sequences whose lengths share a power of two are padded to one ``[N, H, L, D]`` batch (at most twice their tokens);
+a causal mask alone then keeps real tokens from reading the padding behind them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@lru_cache(maxsize=64)
+def _groups(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tuple[Tensor, int]], Tensor]:
+    """Return per length class its token table ``[N, L]`` (padding repeats token 0), and the slot of every token."""
+    starts, total = [], 0
+    for length in lengths:
+        starts.append(total)
+        total += length
+    classes: dict[int, list[int]] = {}
+    for n, length in enumerate(lengths):
+        if length:
+            classes.setdefault(length.bit_length(), []).append(n)
+    groups, slot, used = [], torch.empty(total, dtype=torch.long), 0
+    for members in classes.values():
+        width = max(lengths[n] for n in members)
+        table = torch.zeros(len(members), width, dtype=torch.long)
+        for row, n in enumerate(members):
+            table[row, : lengths[n]] = torch.arange(starts[n], starts[n] + lengths[n])
+            slot[starts[n] : starts[n] + lengths[n]] = used + row * width + torch.arange(lengths[n])
+        groups.append((table.to(device), width))
+        used += table.numel()
+    return groups, slot.to(device)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, lengths: tuple[int, ...]) -> Tensor:
+    """See `tercet.ops.attention.causal_attention`."""
+    q_THD, k_THD, v_THV = (x.flatten(0, 1) for x in (q, k, v))
+    if len(set(lengths)) == 1 and lengths[0]:
+        shape = (len(lengths), lengths[0])
+        return _sdpa(*(x.view(*shape, *x.shape[1:]) for x in (q_THD, k_THD, v_THV)), scale).reshape(v.shape)
+    groups, slot = _groups(lengths, q.device)
+    if not groups:
+        return torch.empty_like(v)
+    outputs = [_sdpa(q_THD[table], k_THD[table], v_THV[table], scale).flatten(0, 1) for table, _ in groups]
+    return torch.cat(outputs).index_select(0, slot).view(v.shape)
+
+
+def _sdpa(q_NLHD: Tensor, k_NLHD: Tensor, v_NLHV: Tensor, scale: float) -> Tensor:
+    """Attend within rows; v is widened to q's width where the fused kernels want equal widths."""
+    width = v_NLHV.shape[-1]
+    missing = q_NLHD.shape[-1] - width
+    if missing > 0:
+        v_NLHV = F.pad(v_NLHV, (0, missing))
+    q, k, v = (x.transpose(1, 2) for x in (q_NLHD, k_NLHD, v_NLHV))
+    o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    return o.transpose(1, 2)[..., :width]

@@ -1,0 +1,76 @@
+"""Attention Residuals: each sub-layer reads a softmax mixture of finished block sums and the running partial sum.
+
+Report §2.2, eq. 8–10. For sources ``v_1 … v_n``, norm weight a and pseudo-query w:
+
+    s_i = rsqrt(mean(v_i²) + eps) · v_i · (a ⊙ w);   p = softmax(s);   out = Σ p_i v_i
+
+with no scale, un-normalised values, everything in fp32 and one cast at the end. `attn_res_bank` and `attn_res_merge`
+are the exact two-phase form for inference (report §5.4.2): the queries are parameters, so all queries of a block can
+read the bank once, and each later merges the one source that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxtyping import Float
+from torch import Tensor
+
+from tercet.errors import ShapeError
+from tercet.ops.attn_res import reference, torch_
+from tercet.ops.registry import Operator
+
+_attn_res = Operator("attn_res", reference.attn_res, torch_.attn_res)
+
+
+def attn_res(
+    sources: Sequence[Float[Tensor, "*lead dim"]],
+    norm_weight: Float[Tensor, dim],
+    query: Float[Tensor, dim],
+    *,
+    eps: float = 1e-5,
+) -> Float[Tensor, "*lead dim"]:
+    """Mix *sources* (bank slots in order, then the running sum) as above.
+
+    Args:
+        sources: at least one tensor, all of one shape.
+        norm_weight: weight a of the key norm.
+        query: pseudo-query w; zero gives the plain average.
+        eps: added to the mean square.
+
+    Returns:
+        the mixture in the sources' dtype.
+
+    Raises:
+        ShapeError: no source, or shapes disagree.
+    """
+    _check(sources, norm_weight, query)
+    return _attn_res(*sources, norm_weight=norm_weight, query=query, eps=eps)
+
+
+def attn_res_weights(
+    sources: Sequence[Float[Tensor, "*lead dim"]],
+    norm_weight: Float[Tensor, dim],
+    query: Float[Tensor, dim],
+    *,
+    eps: float = 1e-5,
+) -> Float[Tensor, sources *lead]:
+    """Return the softmax weights p of `attn_res`, for reports (fp32)."""
+    _check(sources, norm_weight, query)
+    return reference.weights(sources, norm_weight, query, eps)
+
+
+attn_res_bank = reference.bank
+attn_res_merge = reference.merge
+
+
+def _check(sources: Sequence[Tensor], norm_weight: Tensor, query: Tensor) -> None:
+    if not sources:
+        raise ShapeError("attn_res needs at least one source")
+    shapes = {tuple(s.shape) for s in sources}
+    dim = sources[0].shape[-1:]
+    if len(shapes) != 1 or norm_weight.shape != dim or query.shape != dim:
+        raise ShapeError(
+            f"attn_res needs sources of one shape and weight, query of their last dim; got sources {sorted(shapes)}, "
+            f"weight {tuple(norm_weight.shape)}, query {tuple(query.shape)}"
+        )

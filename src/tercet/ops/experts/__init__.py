@@ -1,0 +1,58 @@
+"""Routed experts: gather tokens by expert, gated feed-forward, weighted fp32 combine (report §2.3.1)."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tercet.errors import ShapeError
+from tercet.ops.experts import reference, torch_
+from tercet.ops.glu import Activation
+from tercet.ops.registry import Operator
+
+_experts = Operator("routed_experts", reference.routed_experts, torch_.routed_experts)
+
+
+def routed_experts(
+    z: Float[Tensor, "tokens latent"],
+    weights: Float[Tensor, "tokens chosen"],
+    experts: Int[Tensor, "tokens chosen"],
+    w1: Float[Tensor, "experts inner latent"],
+    w2: Float[Tensor, "experts latent inner"],
+    w3: Float[Tensor, "experts inner latent"],
+    *,
+    activation: Activation = "situ",
+    beta: float = 4.0,
+    linear_beta: float = 25.0,
+) -> Float[Tensor, "tokens latent"]:
+    """Return ``Σ_e p_e · w2_e act(w1_e z, w3_e z)`` over each token's chosen experts.
+
+    Products and sum over experts are fp32, with one cast to z's dtype. Expert outputs are not saved: the weights'
+    gradient is ``dp = (w2ᵀ dy) · h`` (kernels.md §11).
+
+    Args:
+        z: token rows at the width that is dispatched.
+        weights: fp32 combination weights.
+        experts: chosen expert of every weight, distinct within a token.
+        w1: gate projections.
+        w2: down projections.
+        w3: up projections.
+        activation: ``situ`` or ``silu``.
+        beta: SiTU's β₁.
+        linear_beta: SiTU's β₂.
+
+    Raises:
+        ShapeError: shapes disagree.
+    """
+    count, inner, latent = w1.shape
+    if w3.shape != w1.shape or tuple(w2.shape) != (count, latent, inner):
+        raise ShapeError(
+            f"expert weights must be w1, w3 [E, I, L] and w2 [E, L, I], got {tuple(w1.shape)}, {tuple(w3.shape)}, {tuple(w2.shape)}"
+        )
+    if z.ndim != 2 or z.shape[1] != latent or weights.shape != experts.shape or len(weights) != len(z):
+        raise ShapeError(
+            f"z must be [T, {latent}] with weights and experts [T, k], got {tuple(z.shape)}, {tuple(weights.shape)}, {tuple(experts.shape)}"
+        )
+    return _experts(
+        z, weights, experts, w1, w2, w3, activation=activation, beta=beta, linear_beta=linear_beta
+    )

@@ -1,0 +1,181 @@
+"""Kimi Delta Attention: the gated delta rule with one decay per key channel (report §2.1.1, eq. 1–4).
+
+`kda` is the recurrence on ready inputs. `fused_kda` starts from what the projections give — un-normalised q and k, gate
+logits z and write logits b — so that a fast tier may keep the L2 norm, gate and sigmoid on chip.
+
+The recurrent state is ``[N, H, V, K]`` (value axis first), at least fp32, everywhere in tercet.
+"""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from tercet.errors import ConfigError, ShapeError
+from tercet.ops.gate import kda_gate
+from tercet.ops.kda import reference, torch_
+from tercet.ops.norm import l2_norm
+from tercet.ops.packing import sequence_lengths
+from tercet.ops.registry import Operator
+
+_kda = Operator("kda", reference.kda, torch_.kda)
+
+
+def kda(
+    q: Float[Tensor, "batch tokens heads key"],
+    k: Float[Tensor, "batch tokens heads key"],
+    v: Float[Tensor, "batch tokens heads value"],
+    g: Float[Tensor, "batch tokens heads key"],
+    beta: Float[Tensor, "batch tokens heads"],
+    *,
+    scale: float | None = None,
+    state: Float[Tensor, "sequences heads value key"] | None = None,
+    cu_seqlens: Int[Tensor, bounds] | None = None,
+    gate_floor: float | None = None,
+) -> tuple[Float[Tensor, "batch tokens heads value"], Float[Tensor, "sequences heads value key"]]:
+    """Run ``S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ;  o = scale · Sᵀ q`` over every sequence.
+
+    Args:
+        q: queries, L2-normalised; multiplied by *scale* inside (default ``key ** -0.5``).
+        k: keys, L2-normalised.
+        v: values.
+        g: natural logarithm of the decay, ≤ 0, per key channel.
+        beta: write strength in [0, 1].
+        scale: factor on the queries.
+        state: state before the first token of each sequence; zeros when absent.
+        cu_seqlens: bounds of packed sequences (`tercet.ops.packing`); then the batch must be 1.
+        gate_floor: a promise that ``g ≥ gate_floor`` (in [-5, 0)); lets a tier use the factorised tile form.
+
+    Returns:
+        o in the dtype of v, and the state after the last token of each sequence (fp32, or fp64 for fp64 inputs). An
+        empty sequence keeps its initial state.
+
+    Raises:
+        ShapeError: shapes disagree, or cu_seqlens is not a partition of the tokens.
+        ConfigError: gate_floor outside [-5, 0).
+    """
+    _check(q, k, v, {"g": (g, q.shape), "beta": (beta, q.shape[:3])}, state, cu_seqlens)
+    _check_floor(gate_floor)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    return _kda(q, k, v, g, beta, scale=scale, state=state, cu_seqlens=cu_seqlens, gate_floor=gate_floor)
+
+
+def _compose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    *,
+    scale: float | None,
+    lower_bound: float | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    g = kda_gate(z, A_log, dt_bias, lower_bound=lower_bound)
+    beta = b.to(g.dtype).sigmoid()
+    return kda(
+        l2_norm(q),
+        l2_norm(k),
+        v,
+        g,
+        beta,
+        scale=scale,
+        state=state,
+        cu_seqlens=cu_seqlens,
+        gate_floor=lower_bound,
+    )
+
+
+_fused = Operator("fused_kda", _compose)
+
+
+def fused_kda(
+    q: Float[Tensor, "batch tokens heads key"],
+    k: Float[Tensor, "batch tokens heads key"],
+    v: Float[Tensor, "batch tokens heads value"],
+    z: Float[Tensor, "batch tokens heads key"],
+    b: Float[Tensor, "batch tokens heads"],
+    A_log: Float[Tensor, heads],
+    dt_bias: Float[Tensor, "heads key"],
+    *,
+    scale: float | None = None,
+    lower_bound: float | None = -5.0,
+    state: Float[Tensor, "sequences heads value key"] | None = None,
+    cu_seqlens: Int[Tensor, bounds] | None = None,
+) -> tuple[Float[Tensor, "batch tokens heads value"], Float[Tensor, "sequences heads value key"]]:
+    """Run `kda` from raw projections: L2-normalise q and k, ``g`` from z (`kda_gate`), ``β = σ(b)``.
+
+    Args:
+        q: queries after short convolution and SiLU.
+        k: keys, likewise.
+        v: values, likewise.
+        z: gate logits before bias and decay rate.
+        b: write logits.
+        A_log: logarithm of the gate's slope, one per head.
+        dt_bias: gate bias per head and channel.
+        scale: factor on the queries; default ``key ** -0.5``.
+        lower_bound: floor of the bounded gate in [-5, 0), or None for the softplus gate.
+        state: as in `kda`.
+        cu_seqlens: as in `kda`.
+
+    Raises:
+        ShapeError: shapes disagree.
+        ConfigError: lower_bound outside [-5, 0).
+    """
+    _check(q, k, v, {"z": (z, q.shape), "b": (b, q.shape[:3])}, state, cu_seqlens)
+    _check_floor(lower_bound)
+    if A_log.shape != q.shape[2:3] or dt_bias.shape != q.shape[2:]:
+        raise ShapeError(
+            f"A_log must be [heads] = {tuple(q.shape[2:3])} and dt_bias [heads, key] = {tuple(q.shape[2:])}, "
+            f"got {tuple(A_log.shape)} and {tuple(dt_bias.shape)}"
+        )
+    return _fused(
+        q,
+        k,
+        v,
+        z,
+        b,
+        A_log,
+        dt_bias,
+        scale=scale,
+        lower_bound=lower_bound,
+        state=state,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def _check_floor(floor: float | None) -> None:
+    if floor is not None and not -5.0 <= floor < 0.0:
+        raise ConfigError(f"the gate's lower bound is {floor}; the factorised tile form needs it in [-5, 0)")
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    like_q: dict[str, tuple[Tensor, tuple[int, ...]]],
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    if q.ndim != 4 or k.shape != q.shape:
+        raise ShapeError(
+            f"q and k must be [B, T, H, K] of one shape, got {tuple(q.shape)} and {tuple(k.shape)}"
+        )
+    if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
+        raise ShapeError(
+            f"v must be [B, T, H, V] with q's B, T, H = {tuple(q.shape[:3])}, got {tuple(v.shape)}; "
+            "grouped value heads must be repeated explicitly"
+        )
+    for name, (tensor, shape) in like_q.items():
+        if tuple(tensor.shape) != tuple(shape):
+            raise ShapeError(f"{name} must have shape {tuple(shape)}, got {tuple(tensor.shape)}")
+    lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
+    expected = (len(lengths), q.shape[2], v.shape[3], q.shape[3])
+    if state is not None and tuple(state.shape) != expected:
+        raise ShapeError(
+            f"state must be [sequences, heads, value, key] = {expected}, got {tuple(state.shape)}"
+        )

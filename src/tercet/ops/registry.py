@@ -1,0 +1,124 @@
+"""Which implementation of an operator runs, and why another did not.
+
+Each operator has up to three tiers of the same function: ``reference`` (the formula, in any floating dtype), ``torch``
+(vectorised, any device) and ``triton`` (fast, a GPU). On a CUDA tensor the registry takes triton when it accepts the
+inputs, else torch — and says so once, with the reason; on any other device it takes torch. Nothing falls back in
+silence, and a tier that was asked for by name either runs or raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+import torch
+
+from tercet.errors import ConfigError, TercetWarning, UnsupportedError, nearest
+
+Tier = Literal["reference", "torch", "triton"]
+TIERS: tuple[Tier, ...] = get_args(Tier)
+
+_forced: ContextVar[Tier | None] = ContextVar("tercet_tier", default=None)
+OPERATORS: dict[str, Operator] = {}
+
+
+@contextlib.contextmanager
+def use_tier(tier: Tier | None) -> Iterator[None]:
+    """Run the block with every operator on *tier* (None restores the automatic choice).
+
+    Operators that have no such tier keep their automatic choice; one that has it and declines raises.
+    """
+    if tier is not None and tier not in TIERS:
+        raise ConfigError(f"unknown tier {tier!r}{nearest(str(tier), TIERS)}")
+    token = _forced.set(tier)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@dataclass
+class Operator:
+    """One operator with its tiers.
+
+    Attributes:
+        name: how the operator is called in messages.
+        reference: the formula.
+        torch_tier: vectorised implementation, or None where the reference already is vectorised.
+        triton_module: dotted module defining ``call`` and ``declines``, imported at first use on a GPU.
+    """
+
+    name: str
+    reference: Callable[..., Any]
+    torch_tier: Callable[..., Any] | None = None
+    triton_module: str | None = None
+    refusals: dict[str, str] = field(default_factory=dict)
+    _triton: Any = None
+
+    def __post_init__(self) -> None:
+        OPERATORS[self.name] = self
+
+    def tiers(self) -> tuple[Tier, ...]:
+        """Return the tiers this operator has."""
+        present = {
+            "reference": True,
+            "torch": self.torch_tier is not None,
+            "triton": self.triton_module is not None,
+        }
+        return tuple(tier for tier in TIERS if present[tier])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the operator on the tier chosen for these inputs."""
+        forced = _forced.get()
+        if forced is not None and forced in self.tiers():
+            if forced == "triton" and (reason := self._triton_refusal(args, kwargs)):
+                raise UnsupportedError(f"{self.name}: the triton tier declines: {reason}")
+            return self._implementation(forced)(*args, **kwargs)
+        return self._implementation(self._automatic(args, kwargs))(*args, **kwargs)
+
+    def _automatic(self, args: tuple, kwargs: dict) -> Tier:
+        general: Tier = "torch" if self.torch_tier is not None else "reference"
+        tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        if self.triton_module is None or tensor is None or tensor.device.type != "cuda":
+            return general
+        reason = self._triton_refusal(args, kwargs)
+        if reason is None:
+            return "triton"
+        if reason not in self.refusals:
+            self.refusals[reason] = general
+            warnings.warn(
+                f"{self.name} runs on the {general} tier: triton declines: {reason}",
+                TercetWarning,
+                stacklevel=4,
+            )
+        return general
+
+    def _triton_refusal(self, args: tuple, kwargs: dict) -> str | None:
+        try:
+            module = self._load_triton()
+        except ImportError as error:
+            return f"triton cannot be imported ({error})"
+        tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        if tensor is not None and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+            return "the tensors are on the CPU and TRITON_INTERPRET is not 1"
+        return module.declines(*args, **kwargs)
+
+    def _load_triton(self) -> Any:
+        if self._triton is None:
+            assert self.triton_module is not None
+            self._triton = importlib.import_module(self.triton_module)
+        return self._triton
+
+    def _implementation(self, tier: Tier) -> Callable[..., Any]:
+        if tier == "triton":
+            return self._load_triton().call
+        if tier == "torch":
+            assert self.torch_tier is not None
+            return self.torch_tier
+        return self.reference
