@@ -72,9 +72,7 @@ class MLAConfig:
             self.v_head_dim,
         )
         _require(min(sizes) > 0, f"mla sizes must be positive, got {sizes}")
-        _require(
-            self.q_lora_rank is None or self.q_lora_rank > 0, "mla.q_lora_rank must be positive or absent"
-        )
+        _require(self.q_lora_rank is None or self.q_lora_rank > 0, "mla.q_lora_rank must be positive or absent")
 
     @property
     def qk_head_dim(self) -> int:
@@ -111,9 +109,7 @@ class MoEConfig:
         )
         _require(self.num_shared_experts >= 0, "moe.num_shared_experts must not be negative")
         _require(self.intermediate_size > 0, "moe.intermediate_size must be positive")
-        _require(
-            self.latent_size is None or self.latent_size > 0, "moe.latent_size must be positive or absent"
-        )
+        _require(self.latent_size is None or self.latent_size > 0, "moe.latent_size must be positive or absent")
         _require(not (self.latent_norm and self.latent_size is None), "moe.latent_norm needs moe.latent_size")
 
 
@@ -146,8 +142,7 @@ class ModelConfig:
         _require(min(self.vocab_size, self.hidden_size, self.num_layers) > 0, "model sizes must be positive")
         layers = self.full_attention_layers
         _require(
-            tuple(sorted(set(layers))) == tuple(layers)
-            and all(0 <= layer < self.num_layers for layer in layers),
+            tuple(sorted(set(layers))) == tuple(layers) and all(0 <= layer < self.num_layers for layer in layers),
             f"full_attention_layers must be sorted, distinct and 0-based in [0, {self.num_layers}), got {layers}",
         )
         _require(
@@ -159,9 +154,7 @@ class ModelConfig:
             block is None or block > 0,
             f"attn_res_block_size is {block}; use a positive number or leave it out",
         )
-        _require(
-            self.activation in ("situ", "silu"), f"activation is {self.activation!r}; use 'situ' or 'silu'"
-        )
+        _require(self.activation in ("situ", "silu"), f"activation is {self.activation!r}; use 'situ' or 'silu'")
         _require(self.num_nextn_predict_layers in (0, 1), "num_nextn_predict_layers must be 0 or 1")
 
     def is_mla(self, layer: int) -> bool:

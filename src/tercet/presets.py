@@ -48,9 +48,7 @@ def k3_model() -> ModelConfig:
         activation="situ",
         attn_res_block_size=12,
         rms_norm_eps=1e-5,
-        kda=KDAConfig(
-            num_heads=96, head_dim=128, short_conv_kernel_size=4, gate_lower_bound=-5.0, full_rank_gate=True
-        ),
+        kda=KDAConfig(num_heads=96, head_dim=128, short_conv_kernel_size=4, gate_lower_bound=-5.0, full_rank_gate=True),
         mla=MLAConfig(
             num_heads=96,
             q_lora_rank=1536,
@@ -122,9 +120,7 @@ def tiny_model() -> ModelConfig:
         activation="situ",
         attn_res_block_size=1,
         rms_norm_eps=1e-5,
-        kda=KDAConfig(
-            num_heads=4, head_dim=32, short_conv_kernel_size=4, gate_lower_bound=-5.0, full_rank_gate=True
-        ),
+        kda=KDAConfig(num_heads=4, head_dim=32, short_conv_kernel_size=4, gate_lower_bound=-5.0, full_rank_gate=True),
         mla=MLAConfig(
             num_heads=4,
             q_lora_rank=64,
@@ -159,9 +155,7 @@ def small_model() -> ModelConfig:
         activation="situ",
         attn_res_block_size=3,
         rms_norm_eps=1e-5,
-        kda=KDAConfig(
-            num_heads=8, head_dim=64, short_conv_kernel_size=4, gate_lower_bound=-5.0, full_rank_gate=True
-        ),
+        kda=KDAConfig(num_heads=8, head_dim=64, short_conv_kernel_size=4, gate_lower_bound=-5.0, full_rank_gate=True),
         mla=MLAConfig(
             num_heads=8,
             q_lora_rank=256,
@@ -196,9 +190,7 @@ def base_model() -> ModelConfig:
         activation="situ",
         attn_res_block_size=4,
         rms_norm_eps=1e-5,
-        kda=KDAConfig(
-            num_heads=8, head_dim=128, short_conv_kernel_size=4, gate_lower_bound=-5.0, full_rank_gate=True
-        ),
+        kda=KDAConfig(num_heads=8, head_dim=128, short_conv_kernel_size=4, gate_lower_bound=-5.0, full_rank_gate=True),
         mla=MLAConfig(
             num_heads=8,
             q_lora_rank=512,
@@ -251,9 +243,7 @@ def _base() -> RunConfig:
     )
 
 
-def _published(
-    name: str, model: Callable[[], ModelConfig], active: float, length: int
-) -> Callable[[], RunConfig]:
+def _published(name: str, model: Callable[[], ModelConfig], active: float, length: int) -> Callable[[], RunConfig]:
     def build() -> RunConfig:
         return RunConfig(
             preset=name,

@@ -26,9 +26,7 @@ class Observer:
     def attention(self, layer: int, q: Tensor, k: Tensor, scale: float, cu_seqlens: Tensor | None) -> None:
         """Receive the queries and keys ``[B, T, H, D]`` of an MLA layer."""
 
-    def mixing(
-        self, layer: int, place: Place, sources: Sequence[Tensor], norm_weight: Tensor, query: Tensor
-    ) -> None:
+    def mixing(self, layer: int, place: Place, sources: Sequence[Tensor], norm_weight: Tensor, query: Tensor) -> None:
         """Receive the inputs of an Attention-Residuals mix."""
 
     def decay(self, layer: int, z: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> None:

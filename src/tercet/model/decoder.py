@@ -46,9 +46,7 @@ class DecoderLayer(nn.Module):
         self.layer = layer
         self.block_size = config.attn_res_block_size if attn_res else None
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn: nn.Module = (MultiHeadLatentAttention if is_mla else KimiDeltaAttention)(
-            config, layer
-        )
+        self.self_attn: nn.Module = (MultiHeadLatentAttention if is_mla else KimiDeltaAttention)(config, layer)
         self.input_layernorm = RMSNorm(hidden, eps)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
         if is_moe:

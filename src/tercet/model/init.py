@@ -41,9 +41,7 @@ def initialize(model: CausalLM, seed: int) -> None:
                 normal(parameter)
         elif isinstance(module, ShortConv):
             bound = module.weight.shape[-1] ** -0.5
-            module.weight.copy_(
-                torch.rand(module.weight.shape, generator=generator).mul_(2 * bound).sub_(bound)
-            )
+            module.weight.copy_(torch.rand(module.weight.shape, generator=generator).mul_(2 * bound).sub_(bound))
         elif isinstance(module, KimiDeltaAttention):
             _initialize_gate(module, generator)
 
@@ -51,13 +49,7 @@ def initialize(model: CausalLM, seed: int) -> None:
 def _initialize_gate(module: KimiDeltaAttention, generator: torch.Generator) -> None:
     """Bias: inverse softplus of a step drawn log-uniformly from [1e-3, 0.1]; slope: 1, or U(1, 16) for softplus."""
     low, high = math.log(1e-3), math.log(0.1)
-    dt = (
-        torch.rand(module.dt_bias.shape, generator=generator)
-        .mul_(high - low)
-        .add_(low)
-        .exp_()
-        .clamp_(min=1e-4)
-    )
+    dt = torch.rand(module.dt_bias.shape, generator=generator).mul_(high - low).add_(low).exp_().clamp_(min=1e-4)
     module.dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
     if module.kda.gate_lower_bound is None:
         module.A_log.copy_(torch.rand(module.A_log.shape, generator=generator).mul_(15).add_(1).log_())

@@ -60,9 +60,7 @@ class MultiHeadLatentAttention(nn.Module):
     def _expanded(self, q: Tensor, latent: Tensor, k_pe: Tensor, context: Context) -> Tensor:
         """Attend with keys and values expanded per head; the output stays at least fp32 (report §2.1.2)."""
         mla = self.mla
-        kv = self.kv_b_proj(latent).view(
-            *latent.shape[:2], mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim
-        )
+        kv = self.kv_b_proj(latent).view(*latent.shape[:2], mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim)
         k_nope, v = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
         k = torch.cat([k_nope, k_pe[:, :, None].expand(-1, -1, mla.num_heads, -1)], dim=-1)
         context.observer.attention(self.layer, q, k, self.scale, context.cu_seqlens)
@@ -79,9 +77,7 @@ class MultiHeadLatentAttention(nn.Module):
         absorbed = torch.cat([torch.einsum("thn,hnl->thl", q_nope, W_UK), q_pe], dim=-1)
         wide = torch.promote_types(q.dtype, torch.float32)
         outputs = []
-        for n, (query, new) in enumerate(
-            zip(absorbed.split(list(lengths)), rows.flatten(0, 1).split(list(lengths)))
-        ):
+        for n, (query, new) in enumerate(zip(absorbed.split(list(lengths)), rows.flatten(0, 1).split(list(lengths)))):
             cache = state.append(n, new)
             logits = torch.einsum("thw,sw->hts", query, cache).to(wide) * self.scale
             past = cache.shape[0] - new.shape[0]

@@ -140,9 +140,7 @@ def new_states(
         if config.is_mla(layer):
             states.append(MLAState(sequences, config.mla.cache_width, dtype, device))
         else:
-            conv = torch.zeros(
-                sequences, kda.short_conv_kernel_size - 1, 3 * kda.width, dtype=dtype, device=device
-            )
+            conv = torch.zeros(sequences, kda.short_conv_kernel_size - 1, 3 * kda.width, dtype=dtype, device=device)
             matrix = torch.zeros(
                 sequences,
                 kda.num_heads,

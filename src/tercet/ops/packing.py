@@ -26,9 +26,7 @@ def sequence_lengths(batch: int, tokens: int, cu_seqlens: Int[Tensor, bounds] | 
     if cu_seqlens is None:
         return (tokens,) * batch
     if batch != 1:
-        raise ShapeError(
-            f"cu_seqlens describes one packed row, but the batch is {batch}; flatten it to [1, B·T, …]"
-        )
+        raise ShapeError(f"cu_seqlens describes one packed row, but the batch is {batch}; flatten it to [1, B·T, …]")
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
         raise ShapeError(
             f"cu_seqlens must be a 1-D integer tensor of at least 2 bounds, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
@@ -42,11 +40,7 @@ def sequence_lengths(batch: int, tokens: int, cu_seqlens: Int[Tensor, bounds] | 
 
 def positions(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Int[Tensor, tokens]:
     """Return the index of each token within its own sequence."""
-    return (
-        torch.cat([torch.arange(n, device=device) for n in lengths])
-        if lengths
-        else torch.empty(0, dtype=torch.long)
-    )
+    return torch.cat([torch.arange(n, device=device) for n in lengths]) if lengths else torch.empty(0, dtype=torch.long)
 
 
 @dataclass(frozen=True)

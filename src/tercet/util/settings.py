@@ -56,9 +56,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         return _convert(inner[0], value, where)
     if origin is typing.Literal:
         if value not in args:
-            raise ConfigError(
-                f"{where} is {value!r}{nearest(str(value), map(str, args))}; use one of {list(args)}"
-            )
+            raise ConfigError(f"{where} is {value!r}{nearest(str(value), map(str, args))}; use one of {list(args)}")
         return value
     if origin is tuple:
         if not isinstance(value, Sequence) or isinstance(value, str):
@@ -66,9 +64,7 @@ def _convert(hint: Any, value: Any, where: str) -> Any:
         kinds = [args[0]] * len(value) if args[-1] is Ellipsis else list(args)
         if len(kinds) != len(value):
             raise ConfigError(f"{where} needs {len(kinds)} values, got {len(value)}")
-        return tuple(
-            _convert(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True))
-        )
+        return tuple(_convert(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(kinds, value, strict=True)))
     if dataclasses.is_dataclass(hint):
         return from_dict(typing.cast(type, hint), value, f"{where}.")
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
@@ -110,9 +106,7 @@ def override(settings: Settings, assignments: Mapping[str, Any]) -> Settings:
             if depth < len(parts) - 1:
                 node = node[part]
         if isinstance(node[parts[-1]], dict):
-            raise ConfigError(
-                f"{key!r} is a group of settings; set one of: {', '.join(sorted(node[parts[-1]]))}"
-            )
+            raise ConfigError(f"{key!r} is a group of settings; set one of: {', '.join(sorted(node[parts[-1]]))}")
         node[parts[-1]] = value
     return from_dict(type(settings), data)
 

@@ -14,15 +14,11 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, lengths: 
     for q_THD, k_THD, v_THV in zip(*split):
         logits = scale * torch.einsum("qhd,khd->hqk", q_THD, k_THD)
         future = torch.ones(logits.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-        outputs.append(
-            torch.einsum("hqk,khv->qhv", logits.masked_fill(future, -torch.inf).softmax(-1), v_THV)
-        )
+        outputs.append(torch.einsum("hqk,khv->qhv", logits.masked_fill(future, -torch.inf).softmax(-1), v_THV))
     return torch.cat(outputs).view(*v.shape).to(v.dtype)
 
 
-def logit_max(
-    q_THD: Tensor, k_THD: Tensor, scale: float, lengths: tuple[int, ...], rows: int = 512
-) -> Tensor:
+def logit_max(q_THD: Tensor, k_THD: Tensor, scale: float, lengths: tuple[int, ...], rows: int = 512) -> Tensor:
     """Largest causal logit of each head, in blocks of *rows* queries."""
     best = q_THD.new_full((q_THD.shape[1],), -torch.inf)
     start = 0

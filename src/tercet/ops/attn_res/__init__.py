@@ -54,7 +54,7 @@ def attn_res_weights(
     query: Float[Tensor, dim],
     *,
     eps: float = 1e-5,
-) -> Float[Tensor, sources *lead]:
+) -> Float[Tensor, sources * lead]:
     """Return the softmax weights p of `attn_res`, for reports (fp32)."""
     _check(sources, norm_weight, query)
     return reference.weights(sources, norm_weight, query, eps)

@@ -33,8 +33,8 @@ def attn_res(*sources: Tensor, norm_weight: Tensor, query: Tensor, eps: float) -
 class Partial(NamedTuple):
     """Running softmax over the bank for J queries: maximum, sum of exponentials, weighted sum of values."""
 
-    maximum: Float[Tensor, queries *lead]
-    total: Float[Tensor, queries *lead]
+    maximum: Float[Tensor, queries * lead]
+    total: Float[Tensor, queries * lead]
     value: Float[Tensor, "queries *lead dim"]
 
 

@@ -7,9 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def short_conv(
-    x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+def short_conv(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """See `tercet.ops.conv.short_conv`."""
     compute = torch.promote_types(x.dtype, torch.float32)
     taps = weight.shape[-1]

@@ -24,9 +24,7 @@ def _layout(lengths: tuple[int, ...], history: int, device: torch.device) -> tup
     begin = torch.cat([count.new_zeros(1), (count + history).cumsum(0)])
     token = torch.repeat_interleave(begin[:-1] + history, count) + positions(lengths)
     offsets = torch.arange(history)
-    return tuple(
-        t.to(device) for t in (token, begin[:-1, None] + offsets, begin[1:, None] - history + offsets)
-    )  # type: ignore[return-value]
+    return tuple(t.to(device) for t in (token, begin[:-1, None] + offsets, begin[1:, None] - history + offsets))  # type: ignore[return-value]
 
 
 class _ShortConv(torch.autograd.Function):
@@ -83,9 +81,7 @@ def _filter(extended: Tensor, w_JC: Tensor, token: Tensor, lengths: tuple[int, .
     return total
 
 
-def short_conv(
-    x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...]
-) -> tuple[Tensor, Tensor]:
+def short_conv(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """See `tercet.ops.conv.short_conv`."""
     y, final = _ShortConv.apply(x.flatten(0, 1), weight, state, lengths)
     return y.view_as(x), final

@@ -12,9 +12,7 @@ from tercet.ops.registry import Operator
 IGNORE = -100
 """Target of a position that carries no loss."""
 
-_linear_cross_entropy = Operator(
-    "linear_cross_entropy", reference.linear_cross_entropy, torch_.linear_cross_entropy
-)
+_linear_cross_entropy = Operator("linear_cross_entropy", reference.linear_cross_entropy, torch_.linear_cross_entropy)
 
 
 def linear_cross_entropy(

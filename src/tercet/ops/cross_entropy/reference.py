@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, loss_weight: Tensor
-) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, loss_weight: Tensor) -> tuple[Tensor, Tensor]:
     """See `tercet.ops.cross_entropy.linear_cross_entropy`."""
     compute = torch.promote_types(x.dtype, torch.float32)
     logits = x.to(compute) @ weight.to(compute).t()

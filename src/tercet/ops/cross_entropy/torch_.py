@@ -16,9 +16,7 @@ CHUNK_VALUES = 1 << 22
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, loss_weight: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, loss_weight: Tensor) -> tuple[Tensor, Tensor]:
         compute = torch.promote_types(x.dtype, torch.float32)
         need_x, need_w = ctx.needs_input_grad[:2]
         d_x = torch.empty_like(x) if need_x else None
@@ -55,8 +53,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return d_x, d_weight, None, None
 
 
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, loss_weight: Tensor
-) -> tuple[Tensor, Tensor]:
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, loss_weight: Tensor) -> tuple[Tensor, Tensor]:
     """See `tercet.ops.cross_entropy.linear_cross_entropy`."""
     return _LinearCrossEntropy.apply(x, weight, targets, loss_weight)

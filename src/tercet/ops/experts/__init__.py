@@ -53,6 +53,4 @@ def routed_experts(
         raise ShapeError(
             f"z must be [T, {latent}] with weights and experts [T, k], got {tuple(z.shape)}, {tuple(weights.shape)}, {tuple(experts.shape)}"
         )
-    return _experts(
-        z, weights, experts, w1, w2, w3, activation=activation, beta=beta, linear_beta=linear_beta
-    )
+    return _experts(z, weights, experts, w1, w2, w3, activation=activation, beta=beta, linear_beta=linear_beta)

@@ -81,9 +81,7 @@ class _RoutedExperts(torch.autograd.Function):
             hidden, d_gate, d_up = situ_backward(pulled * p, g, u, beta, linear_beta)
         else:
             hidden, d_gate, d_up = _silu_backward(pulled * p, g, u)
-        d_weights = (
-            torch.linalg.vecdot(pulled, hidden).index_select(0, slot).view_as(weights).to(weights.dtype)
-        )
+        d_weights = torch.linalg.vecdot(pulled, hidden).index_select(0, slot).view_as(weights).to(weights.dtype)
         d_w2 = _grouped_weight_grad(d_y, (hidden * p).to(z.dtype), counts)
         d_gate, d_up = d_gate.to(z.dtype), d_up.to(z.dtype)
         rows = z.index_select(0, token)

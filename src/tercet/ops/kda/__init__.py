@@ -162,9 +162,7 @@ def _check(
     cu_seqlens: Tensor | None,
 ) -> None:
     if q.ndim != 4 or k.shape != q.shape:
-        raise ShapeError(
-            f"q and k must be [B, T, H, K] of one shape, got {tuple(q.shape)} and {tuple(k.shape)}"
-        )
+        raise ShapeError(f"q and k must be [B, T, H, K] of one shape, got {tuple(q.shape)} and {tuple(k.shape)}")
     if v.ndim != 4 or v.shape[:3] != q.shape[:3]:
         raise ShapeError(
             f"v must be [B, T, H, V] with q's B, T, H = {tuple(q.shape[:3])}, got {tuple(v.shape)}; "
@@ -176,6 +174,4 @@ def _check(
     lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
     expected = (len(lengths), q.shape[2], v.shape[3], q.shape[3])
     if state is not None and tuple(state.shape) != expected:
-        raise ShapeError(
-            f"state must be [sequences, heads, value, key] = {expected}, got {tuple(state.shape)}"
-        )
+        raise ShapeError(f"state must be [sequences, heads, value, key] = {expected}, got {tuple(state.shape)}")

@@ -52,9 +52,7 @@ class _AffineScan(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, M: Tensor, N: Tensor, initial: Tensor, counts: tuple[int, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, M: Tensor, N: Tensor, initial: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         before = torch.empty_like(N)
         final = initial.clone()
         row = 0

@@ -29,9 +29,7 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 exact steps."""
 
 
-def _reference(
-    blocks: Tensor, *, coefficients: tuple[tuple[float, float, float], ...], dtype: torch.dtype
-) -> Tensor:
+def _reference(blocks: Tensor, *, coefficients: tuple[tuple[float, float, float], ...], dtype: torch.dtype) -> Tensor:
     wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
     X = (wide / (torch.linalg.matrix_norm(wide, keepdim=True) + 1e-7)).to(dtype)
     tall = X.shape[-2] > X.shape[-1]
@@ -63,12 +61,8 @@ def newton_schulz(
         ShapeError: not a stack of matrices.
     """
     if blocks.ndim != 3:
-        raise ShapeError(
-            f"newton_schulz takes a stack of matrices [N, rows, cols], got {tuple(blocks.shape)}"
-        )
+        raise ShapeError(f"newton_schulz takes a stack of matrices [N, rows, cols], got {tuple(blocks.shape)}")
     if blocks.numel() == 0:
         return blocks
-    dtype = (
-        torch.bfloat16 if blocks.device.type == "cuda" else torch.promote_types(blocks.dtype, torch.float32)
-    )
+    dtype = torch.bfloat16 if blocks.device.type == "cuda" else torch.promote_types(blocks.dtype, torch.float32)
     return _newton_schulz(blocks, coefficients=COEFFICIENTS[method], dtype=dtype)

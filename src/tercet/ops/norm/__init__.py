@@ -45,18 +45,14 @@ def _rms_norm_torch(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 _rms_norm = Operator("rms_norm", _rms_norm_reference, _rms_norm_torch)
 
 
-def rms_norm(
-    x: Float[Tensor, "*lead dim"], weight: Float[Tensor, dim], *, eps: float
-) -> Float[Tensor, "*lead dim"]:
+def rms_norm(x: Float[Tensor, "*lead dim"], weight: Float[Tensor, dim], *, eps: float) -> Float[Tensor, "*lead dim"]:
     """Return ``x / sqrt(mean(x²) + eps)`` in fp32, **cast to x's dtype, then** times weight (no ``1 + w``)."""
     return _rms_norm(x, weight, eps=eps)
 
 
 def _gated_reference(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     compute = torch.promote_types(o.dtype, torch.float32)
-    return (_rms_norm_torch(o.to(compute), weight.to(compute), eps=eps) * gate.to(compute).sigmoid()).to(
-        o.dtype
-    )
+    return (_rms_norm_torch(o.to(compute), weight.to(compute), eps=eps) * gate.to(compute).sigmoid()).to(o.dtype)
 
 
 _gated = Operator("gated_rms_norm", _gated_reference)

@@ -69,15 +69,9 @@ def route(
         ShapeError: shapes disagree or top_k leaves no (k+1)-th expert.
     """
     if logits.ndim != 2 or bias.shape != logits.shape[1:]:
-        raise ShapeError(
-            f"route takes logits [T, E] and bias [E], got {tuple(logits.shape)} and {tuple(bias.shape)}"
-        )
+        raise ShapeError(f"route takes logits [T, E] and bias [E], got {tuple(logits.shape)} and {tuple(bias.shape)}")
     if not 0 < top_k < logits.shape[1]:
-        raise ShapeError(
-            f"top_k is {top_k}; it must lie in [1, {logits.shape[1]}) for {logits.shape[1]} experts"
-        )
+        raise ShapeError(f"top_k is {top_k}; it must lie in [1, {logits.shape[1]}) for {logits.shape[1]} experts")
     if bias.dtype not in (torch.float32, torch.float64):
         raise ShapeError(f"the router's selection bias must stay fp32 (near ties flip in {bias.dtype})")
-    return _route(
-        logits, bias, top_k=top_k, renormalize=renormalize, scaling_factor=scaling_factor, forced=forced
-    )
+    return _route(logits, bias, top_k=top_k, renormalize=renormalize, scaling_factor=scaling_factor, forced=forced)
