@@ -63,8 +63,11 @@ class KimiDeltaAttention(nn.Module):
         z = self.f_b_proj(self.f_a_proj(x)).view(*lead, kda.num_heads, kda.head_dim)
         dt_bias = self.dt_bias.view(kda.num_heads, kda.head_dim)
         context.observer.decay(self.layer, z, self.A_log, dt_bias, kda.gate_lower_bound)
+        q, k, v = rows
         o, matrix = fused_kda(
-            *rows,
+            q,
+            k,
+            v,
             z,
             self.b_proj(x),
             self.A_log,

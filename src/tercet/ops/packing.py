@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from jaxtyping import Int
@@ -28,11 +29,10 @@ def sequence_lengths(batch: int, tokens: int, cu_seqlens: Int[Tensor, bounds] | 
     if batch != 1:
         raise ShapeError(f"cu_seqlens describes one packed row, but the batch is {batch}; flatten it to [1, B·T, …]")
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2 or cu_seqlens.is_floating_point():
-        raise ShapeError(
-            f"cu_seqlens must be a 1-D integer tensor of at least 2 bounds, got {tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
-        )
+        seen = f"{tuple(cu_seqlens.shape)} {cu_seqlens.dtype}"
+        raise ShapeError(f"cu_seqlens must be a 1-D integer tensor of at least 2 bounds, got {seen}")
     bounds = cu_seqlens.tolist()
-    lengths = tuple(b - a for a, b in zip(bounds, bounds[1:]))
+    lengths = tuple(b - a for a, b in pairwise(bounds))
     if bounds[0] != 0 or bounds[-1] != tokens or min(lengths) < 0:
         raise ShapeError(f"cu_seqlens must rise from 0 to the {tokens} tokens given, got {bounds}")
     return lengths

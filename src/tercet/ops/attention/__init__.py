@@ -30,9 +30,8 @@ def causal_attention(
         ShapeError: shapes disagree.
     """
     if q.ndim != 4 or k.shape != q.shape or v.shape[:3] != q.shape[:3]:
-        raise ShapeError(
-            f"attention takes q, k [B, T, H, D] and v [B, T, H, V], got {tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}"
-        )
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ShapeError(f"attention takes q, k [B, T, H, D] and v [B, T, H, V], got {shapes}")
     lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
     return _attention(q, k, v, scale=scale, lengths=lengths)
 

@@ -41,7 +41,8 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, lengths: 
     q_THD, k_THD, v_THV = (x.flatten(0, 1) for x in (q, k, v))
     if len(set(lengths)) == 1 and lengths[0]:
         shape = (len(lengths), lengths[0])
-        return _sdpa(*(x.view(*shape, *x.shape[1:]) for x in (q_THD, k_THD, v_THV)), scale).reshape(v.shape)
+        q_NLHD, k_NLHD, v_NLHV = (x.view(*shape, *x.shape[1:]) for x in (q_THD, k_THD, v_THV))
+        return _sdpa(q_NLHD, k_NLHD, v_NLHV, scale).reshape(v.shape)
     groups, slot = _groups(lengths, q.device)
     if not groups:
         return torch.empty_like(v)

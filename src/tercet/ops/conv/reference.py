@@ -16,7 +16,7 @@ def short_conv(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tupl
         history = x.new_zeros(taps - 1, x.shape[-1]) if state is None else state[n].to(x.dtype)
         padded = torch.cat([history, rows])
         wide = padded.to(compute)
-        y = sum(weight[:, 0, j].to(compute) * wide[j : j + len(rows)] for j in range(taps))
+        y = torch.stack([weight[:, 0, j].to(compute) * wide[j : j + len(rows)] for j in range(taps)]).sum(0)
         outputs.append(F.silu(y).to(x.dtype))
         states.append(padded[len(padded) - taps + 1 :])
     return torch.cat(outputs).view_as(x), torch.stack(states)

@@ -46,11 +46,9 @@ def routed_experts(
     """
     count, inner, latent = w1.shape
     if w3.shape != w1.shape or tuple(w2.shape) != (count, latent, inner):
-        raise ShapeError(
-            f"expert weights must be w1, w3 [E, I, L] and w2 [E, L, I], got {tuple(w1.shape)}, {tuple(w3.shape)}, {tuple(w2.shape)}"
-        )
+        shapes = ", ".join(str(tuple(w.shape)) for w in (w1, w3, w2))
+        raise ShapeError(f"expert weights must be w1, w3 [E, I, L] and w2 [E, L, I], got {shapes}")
     if z.ndim != 2 or z.shape[1] != latent or weights.shape != experts.shape or len(weights) != len(z):
-        raise ShapeError(
-            f"z must be [T, {latent}] with weights and experts [T, k], got {tuple(z.shape)}, {tuple(weights.shape)}, {tuple(experts.shape)}"
-        )
+        shapes = ", ".join(str(tuple(x.shape)) for x in (z, weights, experts))
+        raise ShapeError(f"z must be [T, {latent}] with weights and experts [T, k], got {shapes}")
     return _experts(z, weights, experts, w1, w2, w3, activation=activation, beta=beta, linear_beta=linear_beta)
