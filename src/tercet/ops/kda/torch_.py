@@ -1,10 +1,10 @@
 """KDA in tiles: the chunk form of the report (eq. 3–4), vectorised over tiles, heads and sequences.
 
-Inside a tile of C tokens everything is a small matrix product; across tiles the state obeys one affine
-recurrence ``S ← M S + N`` (eq. 17's building block), which `_AffineScan` walks with all sequences side by side. Two ways to form
-the pairwise decays ``exp(G_r − G_i)``:
+Inside a tile of C tokens everything is a small matrix product; across tiles the state obeys one affine recurrence
+``S ← M S + N`` (eq. 17's building block), which `_AffineScan` walks with all sequences side by side. Two ways to
+form the pairwise decays ``exp(G_r − G_i)``:
 
-* *factorised*, when every gate is ≥ −5: with G centred on the tile's middle both factors stay within e^±80, inside fp32;
+* *factorised*, when every gate is ≥ −5: with G centred on the tile's middle both factors stay within e^±80, in fp32;
 * *halving*, for any gate: split the tile into halves, and pairs across the cut factor through it with both factors
   ≤ 1; recurse into the halves. No ``[C, C, K]`` tensor, no overflow, no cancellation of large sums.
 
