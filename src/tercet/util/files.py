@@ -44,7 +44,8 @@ def atomic_open(path: str | Path, mode: str = "wb") -> Iterator[IO[Any]]:
     except OSError as error:
         raise storage_error(target, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # absent after success, or its directory never came to be
+            temporary.unlink()
 
 
 def write_json(path: str | Path, data: Any) -> None:

@@ -1,0 +1,88 @@
+"""The command itself: cheap to start, one line per error, one module per verb."""
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+import tercet
+from tercet.cli import main as command
+from tercet.errors import ConfigError
+
+HEAVY = ("torch", "numpy", "rich", "tokenizers", "tiktoken")
+
+
+def _loaded(code: str) -> set[str]:
+    """Return which of the heavy packages a fresh interpreter holds after running *code*."""
+    probe = f"import sys\n{code}\nprint('loaded:', *[m for m in {HEAVY} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
+    return set(out.split("loaded:")[1].split())
+
+
+def test_the_probe_sees_what_is_loaded():
+    assert _loaded("import rich") == {"rich"}
+
+
+def test_import_is_cheap():
+    assert _loaded("import tercet") == set()
+    assert _loaded("import tercet.errors, tercet.config, tercet.presets, tercet.util.settings") == set()
+
+
+def test_help_loads_nothing_heavy():
+    run = "from tercet.cli.main import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass"
+    assert _loaded(run) == set()
+
+
+def test_help_names_every_verb(capsys):
+    assert command.main([]) == 0
+    out = capsys.readouterr().out
+    assert all(verb in out for verb in command.VERBS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        command.main(["--version"])
+    assert capsys.readouterr().out.strip() == f"tercet {tercet.__version__}"
+
+
+def test_module_runs_as_command():
+    done = subprocess.run([sys.executable, "-m", "tercet", "pln"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.strip() == "tercet: unknown verb 'pln' — did you mean 'plan'?"
+    assert done.stdout == ""
+
+
+def _verb(monkeypatch, run):
+    module = types.SimpleNamespace(__doc__="A verb.", add_arguments=lambda parser: None, run=run)
+    monkeypatch.setattr(command.importlib, "import_module", lambda name: module)
+    return command.main(["plan"])
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (ConfigError("x is 3; use 4"), 2, "tercet plan: x is 3; use 4\n"),
+        (KeyboardInterrupt(), 130, "\ntercet plan: stopped\n"),
+        (BrokenPipeError(), 0, ""),
+    ],
+)
+def test_errors_end_in_one_line_and_a_status(monkeypatch, capsys, error, status, message):
+    def run(args):
+        raise error
+
+    assert _verb(monkeypatch, run) == status
+    assert capsys.readouterr().err == message
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    def run(args):
+        raise ZeroDivisionError("ours")
+
+    with pytest.raises(ZeroDivisionError):
+        _verb(monkeypatch, run)
+
+
+def test_status_of_a_verb_is_passed_on(monkeypatch):
+    assert _verb(monkeypatch, lambda args: 3) == 3
+    assert _verb(monkeypatch, lambda args: None) == 0
