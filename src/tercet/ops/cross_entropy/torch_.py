@@ -10,8 +10,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK_VALUES = 1 << 22
-"""Logits held at once."""
+CHUNK_VALUES = 1 << 20
+"""Logits held at once on a CPU, where a chunk should stay in cache."""
+CHUNK_VALUES_GPU = 1 << 28
+"""Logits held at once on a GPU, where a chunk should fill the device."""
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += leftᵀ right`` in total's precision."""
+    if left.dtype == total.dtype:
+        total.addmm_(left.t(), right)
+    else:
+        total.add_(left.t() @ right)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -25,21 +35,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         kept = targets >= 0
         safe = targets.clamp(min=0)
         factor = loss_weight.to(compute) * kept
-        chunk = max(1, CHUNK_VALUES // weight.shape[0])
+        budget = CHUNK_VALUES if x.device.type == "cpu" else CHUNK_VALUES_GPU
+        chunk = max(1, budget // weight.shape[0])
         for start in range(0, x.shape[0], chunk):
             here = slice(start, start + chunk)
-            logits = (x[here] @ weight.t()).to(compute)
-            picked = logits.gather(1, safe[here, None])
-            log_z = logits.logsumexp(1, keepdim=True)
-            losses[here] = torch.where(kept[here], (log_z - picked).squeeze(1), 0.0)
+            log_p = torch.log_softmax((x[here] @ weight.t()).to(compute), dim=1)
+            picked = safe[here, None]
+            losses[here] = torch.where(kept[here], -log_p.gather(1, picked).squeeze(1), 0.0)
             if need_x or need_w:
-                d_logits = logits.sub_(log_z).exp_()
-                d_logits.scatter_add_(1, safe[here, None], torch.full_like(picked, -1.0))
+                d_logits = log_p.exp_()
+                d_logits.scatter_add_(1, picked, d_logits.new_full(picked.shape, -1.0))
                 d_logits = d_logits.mul_(factor[here, None]).to(x.dtype)
                 if d_x is not None:
                     torch.mm(d_logits, weight, out=d_x[here])
                 if d_weight is not None:
-                    d_weight.add_(d_logits.t() @ x[here])
+                    _add_product(d_weight, d_logits, x[here])
         ctx.save_for_backward(d_x, d_weight)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(losses)

@@ -24,20 +24,20 @@ def situ_glu_reference(gate: Tensor, up: Tensor, *, beta: float, linear_beta: fl
 
 def situ_forward(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
     """SiTU without autograd, in the compute dtype of its inputs; few passes over memory."""
-    y = torch.tanh(gate / beta).mul_(torch.sigmoid(gate))
-    return y.mul_(torch.tanh(up / linear_beta)).mul_(beta * linear_beta)
+    y = (gate * (1 / beta)).tanh_().mul_(torch.sigmoid(gate))
+    return y.mul_((up * (1 / linear_beta)).tanh_()).mul_(beta * linear_beta)
 
 
 def situ_backward(
     grad: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return ``(y, ∂gate, ∂up)`` from the pre-activations (kernels.md §8)."""
-    t_g, t_u, s = torch.tanh(gate / beta), torch.tanh(up / linear_beta), torch.sigmoid(gate)
-    left = beta * t_g * s
-    y = left * (linear_beta * t_u)
-    d_gate = grad * (linear_beta * t_u) * ((1 - t_g * t_g) * s + beta * t_g * s * (1 - s))
-    d_up = grad * left * (1 - t_u * t_u)
-    return y, d_gate, d_up
+    t_g, t_u, s = (gate * (1 / beta)).tanh_(), (up * (1 / linear_beta)).tanh_(), torch.sigmoid(gate)
+    left = (t_g * s).mul_(beta)
+    d_up = (1 - t_u * t_u).mul_(left).mul_(grad)
+    right = t_u.mul_(linear_beta)
+    d_gate = t_g.mul_(t_g).neg_().add_(1).mul_(s).add_(left * (1 - s)).mul_(right).mul_(grad)
+    return left.mul_(right), d_gate, d_up
 
 
 class _SituGLU(torch.autograd.Function):

@@ -1,0 +1,250 @@
+"""Attention Residuals on the GPU: one pass over the sources forward, one pass from memory (two from cache) backward.
+
+A program owns whole tokens, so a token's n sources are read once: their norm and score come from the same registers
+that feed an online softmax, in fp32, with one cast at the end. The next source is loaded before the current one is
+reduced, which keeps enough bytes in flight to run near copy bandwidth. The backward pass needs ``δ·out`` before any
+source's gradient, so it reads the sources twice; the second read finds them in the L1 and L2 caches.
+
+Bytes a token: forward ``n + 1`` rows, backward ``2n + 1`` rows. Deterministic for one device: every program reduces
+its own tokens in order and the weight gradient's partial sums are added in a fixed order.
+
+Shapes: n sources, T tokens, D width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MAX_SOURCES = 32
+MAX_WIDTH = 16384
+
+
+@triton.jit
+def _sum_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _forward_kernel(
+    sources,
+    weight,
+    query,
+    out,
+    p_out,
+    r_out,
+    tokens,
+    eps,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    slot = tl.arange(0, SLOTS)
+    folded = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    folded *= tl.load(query + column, mask=inside, other=0.0).to(tl.float32)
+    at = token * D + column
+    following = tl.load(sources[0] + at, mask=inside, other=0.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    scores = tl.full([SLOTS], float("-inf"), tl.float32)
+    norms = tl.zeros([SLOTS], tl.float32)
+    largest = float("-inf")
+    for i in tl.static_range(N):
+        v = following.to(tl.float32)
+        if i + 1 < N:
+            following = tl.load(sources[i + 1] + at, mask=inside, other=0.0)
+        square, product = tl.reduce((v * v, v * folded), 0, _sum_pairs)
+        r = tl.rsqrt(square / D + eps)
+        score = r * product
+        scores = tl.where(slot == i, score, scores)
+        norms = tl.where(slot == i, r, norms)
+        if i == 0:
+            largest = score
+            total = v
+        else:
+            raised = tl.maximum(largest, score)
+            total = total * tl.exp(largest - raised) + v * tl.exp(score - raised)
+            largest = raised
+    p = tl.exp(scores - largest)
+    mass = tl.sum(p, 0)
+    tl.store(out + at, (total / mass).to(out.dtype.element_ty), mask=inside)
+    tl.store(p_out + slot * tokens + token, p / mass, mask=slot < N)
+    tl.store(r_out + slot * tokens + token, norms, mask=slot < N)
+
+
+@triton.jit
+def _backward_kernel(
+    sources,
+    grads,
+    weight,
+    query,
+    delta_in,
+    p_in,
+    r_in,
+    partial,
+    tokens,
+    N: tl.constexpr,
+    SLOTS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    program = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < D
+    slot = tl.arange(0, SLOTS)
+    folded = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    folded *= tl.load(query + column, mask=inside, other=0.0).to(tl.float32)
+    d_folded = tl.zeros([BLOCK], tl.float32)
+    token = program.to(tl.int64)
+    while token < tokens:
+        at = token * D + column
+        delta = tl.load(delta_in + at, mask=inside, other=0.0).to(tl.float32)
+        following = tl.load(sources[0] + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        p = tl.load(p_in + slot * tokens + token, mask=slot < N, other=0.0)
+        r = tl.load(r_in + slot * tokens + token, mask=slot < N, other=0.0)
+        dots = tl.zeros([SLOTS], tl.float32)
+        scores = tl.zeros([SLOTS], tl.float32)
+        for i in tl.static_range(N):
+            v = following.to(tl.float32)
+            if i + 1 < N:
+                following = tl.load(sources[i + 1] + at, mask=inside, other=0.0, eviction_policy="evict_last")
+            dot, product = tl.reduce((v * delta, v * folded), 0, _sum_pairs)
+            dots = tl.where(slot == i, dot, dots)
+            scores = tl.where(slot == i, product, scores)
+        d_scores = p * (dots - tl.sum(p * dots, 0))
+        pulls = d_scores * r
+        shrinks = pulls * scores * r * r / D
+        for i in tl.static_range(N):
+            v = tl.load(sources[i] + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            mine = slot == i
+            pull = tl.sum(tl.where(mine, pulls, 0.0), 0)
+            shrink = tl.sum(tl.where(mine, shrinks, 0.0), 0)
+            share = tl.sum(tl.where(mine, p, 0.0), 0)
+            d_folded += pull * v
+            d_v = share * delta + pull * folded - shrink * v
+            tl.store(grads[i] + at, d_v.to(grads[i].dtype.element_ty), mask=inside)
+        token += tl.num_programs(0)
+    tl.store(partial + program.to(tl.int64) * D + column, d_folded, mask=inside)
+
+
+def _warps(block: int) -> int:
+    """Sixteen values a thread: two 16-byte loads in flight for each source."""
+    return min(16, max(1, block // 512))
+
+
+@torch.library.custom_op("tercet::attn_res", mutates_args=(), schema="(Tensor[] sources, Tensor norm_weight, Tensor query, float eps) -> (Tensor, Tensor, Tensor)")
+def _forward(sources: list[Tensor], norm_weight: Tensor, query: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    sources = [v.contiguous() for v in sources]
+    first, count = sources[0], len(sources)
+    dim, tokens = first.shape[-1], first.numel() // first.shape[-1]
+    out = torch.empty_like(first)
+    p = first.new_empty((count, *first.shape[:-1]), dtype=torch.float32)
+    r = torch.empty_like(p)
+    block = triton.next_power_of_2(dim)
+    if tokens:
+        _forward_kernel[(tokens,)](
+            tuple(sources),
+            norm_weight.contiguous(),
+            query.contiguous(),
+            out,
+            p,
+            r,
+            tokens,
+            eps,
+            N=count,
+            SLOTS=triton.next_power_of_2(count),
+            D=dim,
+            BLOCK=block,
+            num_warps=_warps(block),
+        )
+    return out, p, r
+
+
+@_forward.register_fake
+def _(sources: list[Tensor], norm_weight: Tensor, query: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    first = sources[0]
+    p = first.new_empty((len(sources), *first.shape[:-1]), dtype=torch.float32)
+    return first.new_empty(first.shape), p, torch.empty_like(p)
+
+
+@torch.library.custom_op("tercet::attn_res_backward", mutates_args=(), schema="(Tensor[] sources, Tensor norm_weight, Tensor query, Tensor delta, Tensor p, Tensor r) -> (Tensor[], Tensor)")
+def _backward(
+    sources: list[Tensor], norm_weight: Tensor, query: Tensor, delta: Tensor, p: Tensor, r: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    sources = [v.contiguous() for v in sources]
+    first, count = sources[0], len(sources)
+    dim, tokens = first.shape[-1], first.numel() // first.shape[-1]
+    grads = [torch.empty_like(v) for v in sources]
+    block = triton.next_power_of_2(dim)
+    programs = min(max(tokens, 1), _programs(first.device))
+    partial = first.new_empty((programs, dim), dtype=torch.float32)
+    _backward_kernel[(programs,)](
+        tuple(sources),
+        tuple(grads),
+        norm_weight.contiguous(),
+        query.contiguous(),
+        delta.contiguous(),
+        p,
+        r,
+        partial,
+        tokens,
+        N=count,
+        SLOTS=triton.next_power_of_2(count),
+        D=dim,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return grads, partial.sum(0)
+
+
+@_backward.register_fake
+def _(
+    sources: list[Tensor], norm_weight: Tensor, query: Tensor, delta: Tensor, p: Tensor, r: Tensor
+) -> tuple[list[Tensor], Tensor]:
+    return [v.new_empty(v.shape) for v in sources], query.new_empty(query.shape, dtype=torch.float32)
+
+
+def _programs(device: torch.device) -> int:
+    """Resident programs of the backward pass: each adds its tokens' weight gradients in registers."""
+    if device.type != "cuda":
+        return 4
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    sources, norm_weight, query, _ = inputs
+    _, p, r = output
+    ctx.mark_non_differentiable(p, r)
+    ctx.save_for_backward(norm_weight, query, p, r, *sources)
+
+
+def _differentiate(ctx: Any, delta: Tensor, *_: Any) -> tuple[list[Tensor], Tensor, Tensor, None]:
+    norm_weight, query, p, r, *sources = ctx.saved_tensors
+    grads, d_folded = _backward(sources, norm_weight, query, delta, p, r)
+    return grads, (d_folded * query).to(norm_weight.dtype), (d_folded * norm_weight).to(query.dtype), None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def declines(*sources: Tensor, norm_weight: Tensor, query: Tensor, eps: float) -> str | None:
+    """Return why the kernels cannot take these inputs, or None."""
+    if len({v.dtype for v in sources}) != 1 or sources[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"sources must share one of fp32, bf16, fp16; got {sorted({str(v.dtype) for v in sources})}"
+    if len(sources) > MAX_SOURCES:
+        return f"{len(sources)} sources, more than {MAX_SOURCES}"
+    if sources[0].shape[-1] > MAX_WIDTH:
+        return f"width {sources[0].shape[-1]} exceeds {MAX_WIDTH}"
+    return None
+
+
+def call(*sources: Tensor, norm_weight: Tensor, query: Tensor, eps: float) -> Tensor:
+    """See `tercet.ops.attn_res.attn_res`."""
+    return _forward(list(sources), norm_weight, query, eps)[0]
