@@ -34,7 +34,7 @@ class View(NamedTuple):
     joined: int = 1
 
     @property
-    def count(self) -> int:
+    def blocks(self) -> int:
         """How many blocks the view has."""
         return self.strips // self.joined
 
@@ -43,10 +43,10 @@ class View(NamedTuple):
         """Rows of one block."""
         return self.joined * (self.last - self.first)
 
-    def of(self, parameter: Float[Tensor, "*shape cols"]) -> Float[Tensor, "count joined taken cols"]:
+    def of(self, parameter: Float[Tensor, "*shape cols"]) -> Float[Tensor, "blocks joined taken cols"]:
         """Return the blocks as a strided view that shares the parameter's memory."""
         cols = parameter.shape[-1]
-        return parameter.view(self.count, self.joined, -1, cols)[:, :, self.first : self.last]
+        return parameter.view(self.blocks, self.joined, -1, cols)[:, :, self.first : self.last]
 
     def row_slices(self, rows: int) -> list[list[slice]]:
         """List for every block its slices into the *rows* rows of the flattened parameter."""
@@ -56,7 +56,7 @@ class View(NamedTuple):
                 slice(strip * height + self.first, strip * height + self.last)
                 for strip in range(b * self.joined, (b + 1) * self.joined)
             ]
-            for b in range(self.count)
+            for b in range(self.blocks)
         ]
 
 

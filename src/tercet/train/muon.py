@@ -68,7 +68,7 @@ def plan_stacks(
     for n, (shape, parameter_views) in enumerate(zip(shapes, views)):
         for view in parameter_views:
             rows, cols = sorted((view.rows, shape[-1]))
-            by_shape.setdefault((rows, cols), []).append(Piece(n, view, 0, view.count))
+            by_shape.setdefault((rows, cols), []).append(Piece(n, view, 0, view.blocks))
     stacks = []
     for (rows, cols), pieces in by_shape.items():
         room = max(1, limit // (rows * cols))
