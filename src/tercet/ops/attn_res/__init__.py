@@ -20,7 +20,7 @@ from tercet.errors import ShapeError
 from tercet.ops.attn_res import reference, torch_
 from tercet.ops.registry import Operator
 
-_attn_res = Operator("attn_res", reference.attn_res, torch_.attn_res)
+_attn_res = Operator("attn_res", reference.attn_res, torch_.attn_res, "tercet.ops.attn_res.triton_")
 
 
 def attn_res(

@@ -20,13 +20,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.ops.gpu import dense, float_refusal, multiprocessors
+
 MAX_SOURCES = 32
 MAX_WIDTH = 16384
+_STAGES = 3
+_PROGRAMS = 2
+"""Programs of the backward pass for each multiprocessor; each adds its tokens' weight gradients in registers."""
 
 
 @triton.jit
 def _sum_pairs(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
+
+
+@triton.jit
+def _source(sources, i, N: tl.constexpr):
+    """Return a pointer to source i, for an i that is not a compile-time constant.
+
+    A loop over i stays a loop: unrolled, the compiler moves all loads to the front and spills.
+    """
+    pointer = sources[0]
+    for j in tl.static_range(1, N):
+        pointer = tl.where(i == j, sources[j], pointer)
+    return tl.multiple_of(pointer, 16)
 
 
 @triton.jit
@@ -38,11 +55,13 @@ def _forward_kernel(
     p_out,
     r_out,
     tokens,
+    count,
     eps,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -51,27 +70,20 @@ def _forward_kernel(
     folded = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     folded *= tl.load(query + column, mask=inside, other=0.0).to(tl.float32)
     at = token * D + column
-    following = tl.load(sources[0] + at, mask=inside, other=0.0)
     total = tl.zeros([BLOCK], tl.float32)
     scores = tl.full([SLOTS], float("-inf"), tl.float32)
     norms = tl.zeros([SLOTS], tl.float32)
-    largest = float("-inf")
-    for i in tl.static_range(N):
-        v = following.to(tl.float32)
-        if i + 1 < N:
-            following = tl.load(sources[i + 1] + at, mask=inside, other=0.0)
+    largest = tl.full([], float("-inf"), tl.float32)
+    for i in tl.range(0, count, num_stages=STAGES):
+        v = tl.load(_source(sources, i, N) + at, mask=inside, other=0.0).to(tl.float32)
         square, product = tl.reduce((v * v, v * folded), 0, _sum_pairs)
         r = tl.rsqrt(square / D + eps)
         score = r * product
         scores = tl.where(slot == i, score, scores)
         norms = tl.where(slot == i, r, norms)
-        if i == 0:
-            largest = score
-            total = v
-        else:
-            raised = tl.maximum(largest, score)
-            total = total * tl.exp(largest - raised) + v * tl.exp(score - raised)
-            largest = raised
+        raised = tl.maximum(largest, score)
+        total = total * tl.exp(largest - raised) + v * tl.exp(score - raised)
+        largest = raised
     p = tl.exp(scores - largest)
     mass = tl.sum(p, 0)
     tl.store(out + at, (total / mass).to(out.dtype.element_ty), mask=inside)
@@ -85,15 +97,17 @@ def _backward_kernel(
     grads,
     weight,
     query,
-    delta_in,
+    d_out,
     p_in,
     r_in,
     partial,
     tokens,
+    count,
     N: tl.constexpr,
     SLOTS: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -105,31 +119,30 @@ def _backward_kernel(
     token = program.to(tl.int64)
     while token < tokens:
         at = token * D + column
-        delta = tl.load(delta_in + at, mask=inside, other=0.0).to(tl.float32)
-        following = tl.load(sources[0] + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        delta = tl.load(d_out + at, mask=inside, other=0.0).to(tl.float32)
         p = tl.load(p_in + slot * tokens + token, mask=slot < N, other=0.0)
         r = tl.load(r_in + slot * tokens + token, mask=slot < N, other=0.0)
         dots = tl.zeros([SLOTS], tl.float32)
         scores = tl.zeros([SLOTS], tl.float32)
-        for i in tl.static_range(N):
-            v = following.to(tl.float32)
-            if i + 1 < N:
-                following = tl.load(sources[i + 1] + at, mask=inside, other=0.0, eviction_policy="evict_last")
+        for i in tl.range(0, count, num_stages=STAGES):
+            pointer = _source(sources, i, N) + at
+            v = tl.load(pointer, mask=inside, other=0.0, eviction_policy="evict_last").to(tl.float32)
             dot, product = tl.reduce((v * delta, v * folded), 0, _sum_pairs)
             dots = tl.where(slot == i, dot, dots)
             scores = tl.where(slot == i, product, scores)
         d_scores = p * (dots - tl.sum(p * dots, 0))
         pulls = d_scores * r
         shrinks = pulls * scores * r * r / D
-        for i in tl.static_range(N):
-            v = tl.load(sources[i] + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        for i in tl.range(0, count, num_stages=STAGES):
+            pointer = _source(sources, i, N) + at
+            v = tl.load(pointer, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
             mine = slot == i
             pull = tl.sum(tl.where(mine, pulls, 0.0), 0)
             shrink = tl.sum(tl.where(mine, shrinks, 0.0), 0)
             share = tl.sum(tl.where(mine, p, 0.0), 0)
             d_folded += pull * v
             d_v = share * delta + pull * folded - shrink * v
-            tl.store(grads[i] + at, d_v.to(grads[i].dtype.element_ty), mask=inside)
+            tl.store(_source(grads, i, N) + at, d_v.to(grads[0].dtype.element_ty), mask=inside)
         token += tl.num_programs(0)
     tl.store(partial + program.to(tl.int64) * D + column, d_folded, mask=inside)
 
@@ -139,9 +152,13 @@ def _warps(block: int) -> int:
     return min(16, max(1, block // 512))
 
 
-@torch.library.custom_op("tercet::attn_res", mutates_args=(), schema="(Tensor[] sources, Tensor norm_weight, Tensor query, float eps) -> (Tensor, Tensor, Tensor)")
+@torch.library.custom_op(
+    "tercet::attn_res",
+    mutates_args=(),
+    schema="(Tensor[] sources, Tensor norm_weight, Tensor query, float eps) -> (Tensor, Tensor, Tensor)",
+)
 def _forward(sources: list[Tensor], norm_weight: Tensor, query: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    sources = [v.contiguous() for v in sources]
+    sources = [dense(v) for v in sources]
     first, count = sources[0], len(sources)
     dim, tokens = first.shape[-1], first.numel() // first.shape[-1]
     out = torch.empty_like(first)
@@ -151,17 +168,19 @@ def _forward(sources: list[Tensor], norm_weight: Tensor, query: Tensor, eps: flo
     if tokens:
         _forward_kernel[(tokens,)](
             tuple(sources),
-            norm_weight.contiguous(),
-            query.contiguous(),
+            dense(norm_weight),
+            dense(query),
             out,
             p,
             r,
             tokens,
+            count,
             eps,
             N=count,
             SLOTS=triton.next_power_of_2(count),
             D=dim,
             BLOCK=block,
+            STAGES=_STAGES,
             num_warps=_warps(block),
         )
     return out, p, r
@@ -174,31 +193,38 @@ def _(sources: list[Tensor], norm_weight: Tensor, query: Tensor, eps: float) -> 
     return first.new_empty(first.shape), p, torch.empty_like(p)
 
 
-@torch.library.custom_op("tercet::attn_res_backward", mutates_args=(), schema="(Tensor[] sources, Tensor norm_weight, Tensor query, Tensor delta, Tensor p, Tensor r) -> (Tensor[], Tensor)")
+@torch.library.custom_op(
+    "tercet::attn_res_backward",
+    mutates_args=(),
+    schema="(Tensor[] sources, Tensor norm_weight, Tensor query, Tensor d_out, Tensor p, Tensor r)"
+    " -> (Tensor[], Tensor)",
+)
 def _backward(
-    sources: list[Tensor], norm_weight: Tensor, query: Tensor, delta: Tensor, p: Tensor, r: Tensor
+    sources: list[Tensor], norm_weight: Tensor, query: Tensor, d_out: Tensor, p: Tensor, r: Tensor
 ) -> tuple[list[Tensor], Tensor]:
-    sources = [v.contiguous() for v in sources]
+    sources = [dense(v) for v in sources]
     first, count = sources[0], len(sources)
     dim, tokens = first.shape[-1], first.numel() // first.shape[-1]
     grads = [torch.empty_like(v) for v in sources]
     block = triton.next_power_of_2(dim)
-    programs = min(max(tokens, 1), _programs(first.device))
+    programs = min(max(tokens, 1), _PROGRAMS * multiprocessors(first.device))
     partial = first.new_empty((programs, dim), dtype=torch.float32)
     _backward_kernel[(programs,)](
         tuple(sources),
         tuple(grads),
-        norm_weight.contiguous(),
-        query.contiguous(),
-        delta.contiguous(),
+        dense(norm_weight),
+        dense(query),
+        dense(d_out),
         p,
         r,
         partial,
         tokens,
+        count,
         N=count,
         SLOTS=triton.next_power_of_2(count),
         D=dim,
         BLOCK=block,
+        STAGES=_STAGES,
         num_warps=_warps(block),
     )
     return grads, partial.sum(0)
@@ -206,16 +232,9 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    sources: list[Tensor], norm_weight: Tensor, query: Tensor, delta: Tensor, p: Tensor, r: Tensor
+    sources: list[Tensor], norm_weight: Tensor, query: Tensor, d_out: Tensor, p: Tensor, r: Tensor
 ) -> tuple[list[Tensor], Tensor]:
     return [v.new_empty(v.shape) for v in sources], query.new_empty(query.shape, dtype=torch.float32)
-
-
-def _programs(device: torch.device) -> int:
-    """Resident programs of the backward pass: each adds its tokens' weight gradients in registers."""
-    if device.type != "cuda":
-        return 4
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -225,9 +244,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     ctx.save_for_backward(norm_weight, query, p, r, *sources)
 
 
-def _differentiate(ctx: Any, delta: Tensor, *_: Any) -> tuple[list[Tensor], Tensor, Tensor, None]:
+def _differentiate(ctx: Any, d_out: Tensor, *_: Any) -> tuple[list[Tensor], Tensor, Tensor, None]:
     norm_weight, query, p, r, *sources = ctx.saved_tensors
-    grads, d_folded = _backward(sources, norm_weight, query, delta, p, r)
+    grads, d_folded = _backward(sources, norm_weight, query, d_out, p, r)
     return grads, (d_folded * query).to(norm_weight.dtype), (d_folded * norm_weight).to(query.dtype), None
 
 
@@ -236,13 +255,13 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 def declines(*sources: Tensor, norm_weight: Tensor, query: Tensor, eps: float) -> str | None:
     """Return why the kernels cannot take these inputs, or None."""
-    if len({v.dtype for v in sources}) != 1 or sources[0].dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        return f"sources must share one of fp32, bf16, fp16; got {sorted({str(v.dtype) for v in sources})}"
+    if len({v.dtype for v in sources}) != 1:
+        return f"sources of several types: {sorted({str(v.dtype) for v in sources})}"
     if len(sources) > MAX_SOURCES:
         return f"{len(sources)} sources, more than {MAX_SOURCES}"
     if sources[0].shape[-1] > MAX_WIDTH:
         return f"width {sources[0].shape[-1]} exceeds {MAX_WIDTH}"
-    return None
+    return float_refusal(sources[0], norm_weight, query)
 
 
 def call(*sources: Tensor, norm_weight: Tensor, query: Tensor, eps: float) -> Tensor:
