@@ -92,7 +92,7 @@ def test_garbage_in_the_middle_names_the_line(tmp_path, line, message):
     good = json.dumps(_train(1))
     (tmp_path / METRICS).write_text(f"{good}\n{line}\n{good}\n")
     for act in (read_metrics, MetricsLog):
-        with pytest.raises(DataError, match="metrics.jsonl, line 2") as caught:
+        with pytest.raises(DataError, match=r"metrics\.jsonl, line 2") as caught:
             act(tmp_path)
         assert message in str(caught.value)
 

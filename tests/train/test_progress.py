@@ -3,9 +3,8 @@
 import io
 
 import pytest
-from rich.console import Console
 
-from tercet.train.progress import SMOOTHING, WINDOW, Progress
+from tercet.train.progress import SMOOTHING, WINDOW, Progress, SteadyConsole
 
 
 class Clock:
@@ -20,14 +19,14 @@ def _train(step: int, loss: float | None = 3.0, **more) -> dict:
     return {"kind": "train", "step": step, "loss": loss, "lr": 4e-3, "tokens_per_second": 12_300.0, **more}
 
 
-def _plain() -> tuple[Console, io.StringIO]:
+def _plain() -> tuple[SteadyConsole, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, highlight=False, force_terminal=False, width=200), out
+    return SteadyConsole(file=out, highlight=False, force_terminal=False, width=200), out
 
 
-def _terminal() -> tuple[Console, io.StringIO]:
+def _terminal() -> tuple[SteadyConsole, io.StringIO]:
     out = io.StringIO()
-    return Console(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"}), out
+    return SteadyConsole(file=out, force_terminal=True, width=120, _environ={"TERM": "xterm"}), out
 
 
 def test_plain_lines_are_few_and_complete():
@@ -79,10 +78,15 @@ def test_a_loss_that_is_not_finite_says_so():
 
 def test_terminal_draws_in_place_and_restores_the_cursor_after_ctrl_c():
     console, out = _terminal()
-    with pytest.raises(KeyboardInterrupt), Progress(10, console=console) as progress:
-        progress.update(_train(1))
-        progress.note("saved [step] 1")
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with Progress(10, console=console) as progress:
+            progress.update(_train(1))
+            progress.note("saved [step] 1")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     text = out.getvalue()
     assert "step 1/10" in text and "saved [step] 1" in text
     hide, show = "\x1b[?25l", "\x1b[?25h"
@@ -91,11 +95,16 @@ def test_terminal_draws_in_place_and_restores_the_cursor_after_ctrl_c():
 
 def test_interrupted_plain_run_ends_with_where_it_was():
     clock, (console, out) = Clock(), _plain()
-    with pytest.raises(KeyboardInterrupt), Progress(100, console=console, clock=clock) as progress:
-        for step in range(1, 5):
-            clock.now += 1.0
-            progress.update(_train(step))
-        raise KeyboardInterrupt
+
+    def interrupted() -> None:
+        with Progress(100, console=console, clock=clock) as progress:
+            for step in range(1, 5):
+                clock.now += 1.0
+                progress.update(_train(step))
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert "step 4/100" in out.getvalue().splitlines()[-1]
 
 
@@ -106,7 +115,7 @@ def test_a_vanished_console_does_not_stop_training(terminal, error):
         def write(self, text):
             raise error
 
-    console = Console(file=Gone(), force_terminal=terminal, width=80, _environ={"TERM": "xterm"})
+    console = SteadyConsole(file=Gone(), force_terminal=terminal, width=80, _environ={"TERM": "xterm"})
     with Progress(3, console=console) as progress:
         for step in range(1, 4):
             progress.update(_train(step))

@@ -26,6 +26,14 @@ WINDOW = 32
 """Updates over which the remaining time is extrapolated: long enough to be calm, short enough to forget start-up."""
 
 
+class SteadyConsole(Console):
+    """A console whose reader may leave (``tercet train … | head``): it falls silent and the process goes on."""
+
+    def on_broken_pipe(self) -> None:
+        """Fall silent; rich would end the process."""
+        self.quiet = True
+
+
 class Progress:
     """Shows rows of ``metrics.jsonl`` as they are made; use as a context manager."""
 
@@ -34,7 +42,7 @@ class Progress:
         total_steps: int,
         start_step: int = 0,
         *,
-        console: Console | None = None,
+        console: SteadyConsole | None = None,
         plain_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -48,7 +56,7 @@ class Progress:
             clock: seconds; replaceable for tests.
         """
         self.total_steps, self.step = total_steps, start_step
-        self.console = console or Console(highlight=False)
+        self.console = console or SteadyConsole(highlight=False)
         self._clock, self._plain_seconds = clock, plain_seconds
         self._marks: deque[tuple[float, int]] = deque([(clock(), start_step)], maxlen=WINDOW)
         self._spoken = -math.inf
