@@ -3,6 +3,7 @@
 tercet data prepare PATH... --out DIR     text files, source trees, .jsonl, .parquet
 tercet data inspect DIR                   what a prepared corpus holds
 tercet data python-library --out DIR      the Python library's own source, the demo's corpus
+tercet data check-chat FILE...            check chat files, naming file, line and field
 """
 
 from __future__ import annotations
@@ -33,12 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         each.add_argument("--overwrite", action="store_true", help="replace an existing corpus")
     inspect = verbs.add_parser("inspect", help="describe a prepared corpus")
     inspect.add_argument("corpus", metavar="DIR")
+    check_chat = verbs.add_parser("check-chat", help="check chat JSONL files", description="Check chat JSONL files.")
+    check_chat.add_argument("files", nargs="+", metavar="FILE", help="chat JSONL files, one conversation a line")
+    check_chat.add_argument("--limit", type=int, default=50, help="problems to print (default: 50)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prepare or describe a corpus."""
     from tercet.data import Corpus, prepare, python_library_corpus
 
+    if args.action == "check-chat":
+        return _check_chat(args)
     if args.action == "inspect":
         _describe(Corpus.open(args.corpus))
         return 0
@@ -57,6 +63,20 @@ def run(args: argparse.Namespace) -> int:
     )
     _describe(corpus)
     return 0
+
+
+def _check_chat(args: argparse.Namespace) -> int:
+    """Print what is wrong with chat files; 1 if anything is."""
+    from tercet.data.chat import check_chat
+
+    report = check_chat(args.files)
+    shown = report.problems[: max(args.limit, 0)]
+    for problem in shown:
+        print(problem)
+    if len(shown) < len(report.problems):
+        print(f"… and {len(report.problems) - len(shown)} more; raise --limit to see them")
+    print(f"{report.conversations} good conversations, {len(report.problems)} problems in {report.files} files")
+    return 0 if report.ok else 1
 
 
 def _describe(corpus: Corpus) -> None:

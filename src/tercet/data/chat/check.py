@@ -6,9 +6,7 @@ file of any size needs the memory of its longest line.
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,24 +101,3 @@ def check_chat(paths: Iterable[str | Path]) -> Report:
         if not lines:
             report.problems.append(FileProblem(path, 0, Problem("", "holds no conversation; one JSON object a line")))
     return report
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of ``tercet data check-chat``."""
-    parser.add_argument("files", nargs="+", metavar="FILE", help="chat JSONL files, one conversation a line")
-    parser.add_argument("--limit", type=int, default=50, help="problems to print (default 50)")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Print the problems and a summary; 1 if there were any."""
-    report = check_chat(args.files)
-    for problem in report.problems[: args.limit]:
-        print(problem)
-    hidden = len(report.problems) - max(args.limit, 0)
-    if hidden > 0:
-        print(f"… and {hidden} more; raise --limit to see them")
-    print(
-        f"{report.conversations} good conversations, {len(report.problems)} problems in {report.files} files",
-        file=sys.stderr,
-    )
-    return 0 if report.ok else 1
