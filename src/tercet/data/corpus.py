@@ -14,13 +14,14 @@ sum over all its targets, and its bytes are known exactly.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from jaxtyping import Int
 
 from tercet.data.batch import Batch
 from tercet.data.tokenizer import Tokenizer
@@ -42,6 +43,16 @@ class Scored:
     """Bytes of text that the targets of `batch` stand for; the sum over a split is the split's size."""
 
 
+class Window(NamedTuple):
+    """A stretch of a split's line."""
+
+    tokens: Int[np.ndarray, length]
+    targets: Int[np.ndarray, length]
+    """Next token of the same document, also across the end of the window; `IGNORE` at a document's last token."""
+    starts: Int[np.ndarray, documents]
+    """Offsets in the window at which documents start."""
+
+
 class Split:
     """The tokens of one split as a line of `tokens` positions."""
 
@@ -60,7 +71,7 @@ class Split:
                 f"{root}: the {name} shards, documents and index disagree on the number of tokens; prepare again"
             )
 
-    def read(self, start: int, stop: int) -> np.ndarray:
+    def read(self, start: int, stop: int) -> Int[np.ndarray, tokens]:
         """Return tokens ``start … stop`` of the line as int64."""
         out = np.empty(stop - start, dtype=np.int64)
         shard = int(np.searchsorted(self._shard_ends, start, side="right"))
@@ -73,22 +84,25 @@ class Split:
             shard += 1
         return out
 
-    def window(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def window(self, start: int, length: int) -> Window:
         """Cut *length* tokens from position *start*; the line is a ring, so a window may run over its end.
 
-        Returns:
-            tokens ``[length]``, targets ``[length]`` (`IGNORE` where a document ends), and the offsets within the
-            window at which documents start.
+        Args:
+            start: position of its first token, in ``[0, tokens)``.
+            length: tokens in the window, at most those of the split.
         """
         head = min(length, self.tokens - start)
-        tokens, targets, starts = self._cut(start, head)
-        if head < length:
-            more = self._cut(0, length - head)
-            tokens, targets = np.concatenate([tokens, more[0]]), np.concatenate([targets, more[1]])
-            starts = np.concatenate([starts, more[2] + head])
-        return tokens, targets, starts
+        window = self._cut(start, head)
+        if head == length:
+            return window
+        more = self._cut(0, length - head)
+        return Window(
+            tokens=np.concatenate([window.tokens, more.tokens]),
+            targets=np.concatenate([window.targets, more.targets]),
+            starts=np.concatenate([window.starts, more.starts + head]),
+        )
 
-    def _cut(self, start: int, length: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _cut(self, start: int, length: int) -> Window:
         stop = start + length
         after = min(stop + 1, self.tokens)
         line = self.read(start, after)
@@ -101,7 +115,7 @@ class Split:
             np.searchsorted(self.starts, start, side="right") : np.searchsorted(self.starts, stop, "right")
         ]
         targets[ends - start - 1] = IGNORE
-        return tokens, targets, starts
+        return Window(tokens, targets, starts)
 
 
 def _load_documents(path: Path, entry: dict[str, Any]) -> np.ndarray:
@@ -126,17 +140,17 @@ def _map_shard(path: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
     return np.memmap(path, dtype=dtype, mode="r", shape=(tokens,)) if tokens else np.empty(0, dtype)
 
 
-def make_batch(windows: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Batch:
+def make_batch(windows: Sequence[Window]) -> Batch:
     """Pack windows into one `Batch`; every window and every document within it is a sequence of its own."""
     bounds = [np.zeros(1, np.int64)]
     base = 0
-    for tokens, _, starts in windows:
-        inside = starts[(starts > 0)] + base
-        base += len(tokens)
+    for window in windows:
+        inside = window.starts[window.starts > 0] + base
+        base += len(window.tokens)
         bounds += [inside, np.array([base], np.int64)]
-    targets = torch.from_numpy(np.concatenate([targets for _, targets, _ in windows]))
+    targets = torch.from_numpy(np.concatenate([window.targets for window in windows]))
     return Batch(
-        tokens=torch.from_numpy(np.concatenate([tokens for tokens, _, _ in windows])),
+        tokens=torch.from_numpy(np.concatenate([window.tokens for window in windows])),
         targets=targets,
         loss_weight=(targets != IGNORE).float(),
         cu_seqlens=torch.from_numpy(np.concatenate(bounds).astype(np.int32)),
@@ -245,5 +259,5 @@ class Corpus:
         for first in range(0, count, batch_sequences):
             starts = [index * sequence_length for index in chosen[first : first + batch_sequences]]
             cuts = [line.window(start, min(sequence_length, line.tokens - start)) for start in starts]
-            targets = np.concatenate([targets for _, targets, _ in cuts])
+            targets = np.concatenate([cut.targets for cut in cuts])
             yield Scored(make_batch(cuts), int(sizes[targets[targets != IGNORE]].sum()))

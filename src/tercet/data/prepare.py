@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import os
 import shutil
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -57,7 +58,8 @@ class _Writer:
     dtype: np.dtype
     shard_tokens: int
     shards: list[dict[str, Any]] = field(default_factory=list)
-    records: list[tuple[int, int, int, int]] = field(default_factory=list)
+    records: array[int] = field(default_factory=lambda: array("q"))
+    """Four numbers a document, the fields of `DOCUMENT`; flat, for corpora of many millions."""
     digest: Any = field(default_factory=hashlib.sha256)
     _handle: IO[bytes] | None = None
 
@@ -65,7 +67,7 @@ class _Writer:
         """Append one document; it may cross into the next shard."""
         data = tokens.astype(self.dtype)
         self.digest.update(data.tobytes())
-        self.records.append((len(data), len(document.data), document.source, document.row))
+        self.records.extend((len(data), len(document.data), document.source, document.row))
         while len(data):
             if self._handle is None or self.shards[-1]["tokens"] == self.shard_tokens:
                 self._next_shard()
@@ -83,18 +85,21 @@ class _Writer:
 
     def close(self) -> None:
         """Flush the open shard to the disk."""
-        if self._handle is not None:
-            self._handle.flush()
-            os.fsync(self._handle.fileno())
-            self._handle.close()
-            self._handle = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            with handle:
+                handle.flush()
+                os.fsync(handle.fileno())
 
     def finish(self) -> dict[str, Any]:
         """Write the document records and return the index entry."""
         self.close()
-        records = np.array(self.records, dtype=DOCUMENT)
+        columns = np.array(self.records, dtype="<i8").reshape(-1, 4)
+        records = np.empty(len(columns), dtype=DOCUMENT)
+        for column, name in enumerate(DOCUMENT.names or ()):
+            records[name] = columns[:, column]
         np.save(self.folder / f"{self.name}-documents.npy", records)
-        self.digest.update(np.ascontiguousarray(records[["tokens", "bytes"]]).tobytes())
+        self.digest.update(columns[:, :2].tobytes())
         return {
             "documents": len(records),
             "tokens": int(records["tokens"].sum()),
@@ -280,7 +285,7 @@ def _staging(target: Path) -> Iterator[Path]:
     folder = target.absolute().with_name(f".{target.absolute().name}.{os.getpid()}.part")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _sweep(folder)
+        _sweep(folder, ".part")
         folder.mkdir()
         yield folder
     except StorageError:
@@ -291,18 +296,16 @@ def _staging(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _sweep(folder: Path) -> None:
-    """Remove what runs for the same target left when they were killed."""
+def _sweep(folder: Path, ending: str) -> None:
+    """Remove what runs for the same target left under *ending* when they were killed."""
     stem = folder.name.removesuffix(f"{os.getpid()}.part")
     for stale in folder.parent.iterdir():
-        owner = stale.name.removeprefix(stem).removesuffix(".part")
-        if stale.name == f"{stem}{owner}.part" and owner.isdigit() and not _alive(int(owner)):
+        owner = stale.name.removeprefix(stem).removesuffix(ending)
+        if stale.name == f"{stem}{owner}{ending}" and owner.isdigit() and not _alive(int(owner)):
             shutil.rmtree(stale, ignore_errors=True)
 
 
 def _alive(process: int) -> bool:
-    if process == os.getpid():
-        return False
     try:
         os.kill(process, 0)
     except ProcessLookupError:
@@ -324,6 +327,7 @@ def _publish(folder: Path, target: Path) -> None:
             os.replace(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+    _sweep(folder, ".old")
 
 
 @contextlib.contextmanager

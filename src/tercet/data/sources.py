@@ -7,6 +7,7 @@ Files that are not text are passed over and counted; nothing is skipped in silen
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import sysconfig
@@ -14,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tercet.data.tokenizer import well_formed
 from tercet.errors import DataError, missing
@@ -113,19 +114,15 @@ class Sources:
 
     def _text(self, file: Path) -> Iterator[tuple[int, bytes]]:
         try:
-            data = file.read_bytes()
+            with open(file, "rb") as handle:
+                fault = _fault(handle)
+                if fault:
+                    self.skipped[fault] += 1
+                    return
+                handle.seek(0)
+                yield from enumerate(_cut_at_lines(handle, self.max_document_bytes))
         except OSError:
             self.skipped["unreadable"] += 1
-            return
-        if b"\0" in data:
-            self.skipped["binary"] += 1
-            return
-        try:
-            data.decode("utf-8")
-        except UnicodeDecodeError:
-            self.skipped["not UTF-8"] += 1
-            return
-        yield from enumerate(_cut_at_lines(data, self.max_document_bytes))
 
     def _jsonl(self, file: Path) -> Iterator[tuple[int, bytes]]:
         try:
@@ -184,18 +181,33 @@ def _pyarrow_error() -> type[Exception]:
     return pyarrow.ArrowException
 
 
-def _cut_at_lines(data: bytes, limit: int) -> Iterator[bytes]:
-    """Cut *data* after the last line end within *limit*, or, in a longer line, before the character that crosses it."""
-    start = 0
-    while len(data) - start > limit:
-        stop = data.rfind(b"\n", start, start + limit) + 1
-        if stop <= start:
-            stop = start + limit
-            while data[stop] & 0xC0 == 0x80:  # a continuation byte belongs to the character before it
+def _fault(handle: IO[bytes]) -> str | None:
+    """Return why a file is no text, reading it block by block."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        while block := handle.read(1 << 20):
+            if b"\0" in block:
+                return "binary"
+            decoder.decode(block)
+        decoder.decode(b"", final=True)
+    except UnicodeDecodeError:
+        return "not UTF-8"
+    return None
+
+
+def _cut_at_lines(handle: IO[bytes], limit: int) -> Iterator[bytes]:
+    """Cut UTF-8 after the last line end within *limit* or, in a longer line, before the character that crosses it."""
+    rest = handle.read(limit + 1)
+    while len(rest) > limit:
+        stop = rest.rfind(b"\n", 0, limit) + 1
+        if not stop:
+            stop = limit
+            while rest[stop] & 0xC0 == 0x80:  # a continuation byte belongs to the character before it
                 stop -= 1
-        yield data[start:stop]
-        start = stop
-    yield data[start:]
+        yield rest[:stop]
+        rest = rest[stop:]
+        rest += handle.read(limit + 1 - len(rest))
+    yield rest
 
 
 def _expand(path: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:

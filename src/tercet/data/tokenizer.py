@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
+from jaxtyping import UInt
 
 from tercet.data.vocabulary import (
     PATTERN,
@@ -173,7 +174,7 @@ class Tokenizer:
         """
         return self.encode_array(text, allow_special).tolist()
 
-    def encode_array(self, text: str, allow_special: bool = False) -> np.ndarray:
+    def encode_array(self, text: str, allow_special: bool = False) -> UInt[np.ndarray, tokens]:
         """Like `encode`, as a uint32 array; releases the interpreter lock while it works."""
         if not isinstance(text, str):
             raise DataError(f"a tokenizer encodes str, got {type(text).__name__}; decode bytes first")
