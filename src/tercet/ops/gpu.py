@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+"""Kernels run on the CPU, slowly, in Triton's interpreter."""
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels read and write."""
 
@@ -29,3 +33,10 @@ def float_refusal(*tensors: Tensor) -> str | None:
         if x.dtype not in FLOATS:
             return f"kernels take fp32, bf16 and fp16, not {str(x.dtype).removeprefix('torch.')}"
     return None
+
+
+def operand_type(dtype: torch.dtype) -> tl.dtype:
+    """Return the type in which kernels feed *dtype* to matrix products: Triton's interpreter cannot multiply bf16."""
+    if dtype == torch.bfloat16:
+        return tl.float32 if INTERPRETED else tl.bfloat16
+    return tl.float16 if dtype == torch.float16 else tl.float32

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tercet.errors import ShapeError
+from tercet.ops.newton_schulz import reference
 from tercet.ops.registry import Operator
 
 Method = Literal["quintic", "polar_express", "8+2"]
@@ -29,20 +30,7 @@ COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
 exact steps."""
 
 
-def _reference(blocks: Tensor, *, coefficients: tuple[tuple[float, float, float], ...], dtype: torch.dtype) -> Tensor:
-    wide = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
-    X = (wide / (torch.linalg.matrix_norm(wide, keepdim=True) + 1e-7)).to(dtype)
-    tall = X.shape[-2] > X.shape[-1]
-    if tall:
-        X = X.transpose(-1, -2)
-    for a, b, c in coefficients:
-        A = X @ X.transpose(-1, -2)
-        B = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        X = torch.baddbmm(X, B, X, beta=a)
-    return X.transpose(-1, -2) if tall else X
-
-
-_newton_schulz = Operator("newton_schulz", _reference)
+_newton_schulz = Operator("newton_schulz", reference.newton_schulz, triton_module="tercet.ops.newton_schulz.triton_")
 
 
 def newton_schulz(
