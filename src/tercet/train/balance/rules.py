@@ -103,7 +103,7 @@ class QuantileBalancer(Balancer):
         """Restore the moving averages."""
         super().load_state_dict(state)
         averages = {}
-        for key, value in state["averages"].items():
+        for key, value in state.get("averages", {}).items():
             layer = int(key)
             if layer not in self.routers or value.shape != self.bias(layer).shape:
                 raise CheckpointError(f"the balance state of layer {layer}, {list(value.shape)}, fits no router here")
