@@ -331,6 +331,10 @@ def test_damaged_corpora_are_named(tmp_path: Path) -> None:
     refused("index.json", b"{}", "not a corpus index")
     refused("index.json", json.dumps({**index, "format": 99}).encode(), "not a corpus index of format")
     refused("index.json", json.dumps({k: v for k, v in index.items() if k != "splits"}).encode(), "misstates 'splits'")
+    for elsewhere in ("../out/train-00000.bin", str(out.parent / "in" / "x")):
+        moved = json.loads(json.dumps(index))
+        moved["splits"]["train"]["shards"][0]["file"] = elsewhere
+        refused("index.json", json.dumps(moved).encode(), "names a shard elsewhere")
     index["splits"]["train"]["documents"] += 1
     refused("index.json", json.dumps(index).encode(), "the index says")
     fewer = np.load(out / "train-documents.npy")
@@ -341,6 +345,16 @@ def test_damaged_corpora_are_named(tmp_path: Path) -> None:
     Tokenizer.train(["abcabc"] * 9, 600).save(out / "tokenizer")
     with pytest.raises(DataError, match="not the one that wrote the shards"):
         Corpus.open(out).tokenizer  # noqa: B018
+
+
+def test_damaged_tokens_never_reach_an_embedding(tmp_path: Path) -> None:
+    corpus = prepare([tree(tmp_path / "in", 5)], tmp_path / "out", tokenizer=PLAIN)
+    shard = tmp_path / "out" / "train-00000.bin"
+    data = bytearray(shard.read_bytes())
+    data[21] = 0xFF
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=r"outside the vocabulary \[0, 512\); the shard is damaged"):
+        Corpus.open(tmp_path / "out").split("train").read(0, corpus.split("train").tokens)
 
 
 # the command

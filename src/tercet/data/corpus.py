@@ -56,12 +56,13 @@ class Window(NamedTuple):
 class Split:
     """The tokens of one split as a line of `tokens` positions."""
 
-    def __init__(self, name: str, root: Path, entry: dict[str, Any], dtype: np.dtype) -> None:
+    def __init__(self, name: str, root: Path, entry: dict[str, Any], dtype: np.dtype, vocab_size: int) -> None:
         self.name = name
+        self._root, self._vocab_size = root, vocab_size
         self.tokens: int = entry["tokens"]
         self.bytes: int = entry["bytes"]
         self.documents = _load_documents(root / f"{name}-documents.npy", entry)
-        self._shards = [_map_shard(root / shard["file"], shard["tokens"], dtype) for shard in entry["shards"]]
+        self._shards = [_map_shard(root, shard["file"], shard["tokens"], dtype) for shard in entry["shards"]]
         self._shard_ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
         ends = np.cumsum(self.documents["tokens"], dtype=np.int64)
         self.starts = np.concatenate([np.zeros(1, np.int64), ends])
@@ -72,7 +73,11 @@ class Split:
             )
 
     def read(self, start: int, stop: int) -> Int[np.ndarray, tokens]:
-        """Return tokens ``start … stop`` of the line as int64."""
+        """Return tokens ``start … stop`` of the line as int64.
+
+        Raises:
+            DataError: an id outside the vocabulary; the shard was damaged after it was written.
+        """
         out = np.empty(stop - start, dtype=np.int64)
         shard = int(np.searchsorted(self._shard_ends, start, side="right"))
         filled = 0
@@ -82,6 +87,11 @@ class Split:
             out[filled : filled + len(part)] = part
             filled += len(part)
             shard += 1
+        if len(out) and int(out.max()) >= self._vocab_size:
+            raise DataError(
+                f"{self._root}: token id {int(out.max())} in the {self.name} shards is outside the vocabulary "
+                f"[0, {self._vocab_size}); the shard is damaged, prepare the corpus again"
+            )
         return out
 
     def window(self, start: int, length: int) -> Window:
@@ -130,7 +140,10 @@ def _load_documents(path: Path, entry: dict[str, Any]) -> np.ndarray:
     return documents
 
 
-def _map_shard(path: Path, tokens: int, dtype: np.dtype) -> np.ndarray:
+def _map_shard(root: Path, file: str, tokens: int, dtype: np.dtype) -> np.ndarray:
+    path = root / file
+    if path.parent != root:
+        raise DataError(f"the index of {root} names a shard elsewhere ({file!r}); shards lie beside the index")
     try:
         size = path.stat().st_size
     except OSError as error:
@@ -166,7 +179,9 @@ class Corpus:
         self.fingerprint: str = index["fingerprint"]
         """SHA-256 over tokenizer, tokens and documents of both splits; independent of paths and machine."""
         dtype = np.dtype(index["dtype"])
-        self.splits = {name: Split(name, root, entry, dtype) for name, entry in index["splits"].items()}
+        self.splits = {
+            name: Split(name, root, entry, dtype, index["vocab_size"]) for name, entry in index["splits"].items()
+        }
         self._tokenizer: Tokenizer | None = None
 
     @classmethod
