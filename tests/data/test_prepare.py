@@ -253,6 +253,14 @@ def test_existing_targets_are_never_overwritten_by_accident(tmp_path: Path) -> N
     assert left_behind(tmp_path) == ["in", "out", "precious", "void"]
 
 
+def test_a_corpus_inside_its_own_source_tree_does_not_feed_on_itself(tmp_path: Path) -> None:
+    root = tree(tmp_path / "in", 8)
+    first = prepare([root], root / "corpus", tokenizer=PLAIN)
+    second = prepare([root], root / "corpus", tokenizer=PLAIN, overwrite=True)
+    assert second.fingerprint == first.fingerprint
+    assert len(second.index["sources"]) == 8
+
+
 @pytest.mark.parametrize("moment", [3, 23, 43])
 def test_interrupt_leaves_nothing_and_keeps_the_old_corpus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: int

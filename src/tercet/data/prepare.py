@@ -149,7 +149,9 @@ def prepare(
     if shard_tokens < 1 or sample_bytes < 1:
         raise DataError(f"shard_tokens ({shard_tokens}) and sample_bytes ({sample_bytes}) must be at least 1")
     _check_target(target, overwrite)
-    sources = Sources(paths, text_field=text_field, suffixes=suffixes, max_document_bytes=max_document_bytes)
+    sources = Sources(
+        paths, text_field=text_field, suffixes=suffixes, max_document_bytes=max_document_bytes, exclude=target
+    )
     given = Tokenizer.load(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     with _bar(progress, sources.total_bytes()) as advance:
         scan = _look(advance("reading", sources))

@@ -50,6 +50,7 @@ class Sources:
         text_field: str = "text",
         suffixes: Sequence[str] = (),
         max_document_bytes: int = 1 << 20,
+        exclude: str | Path | None = None,
     ) -> None:
         """Find the files below *paths*.
 
@@ -58,6 +59,7 @@ class Sources:
             text_field: the field of jsonl and parquet rows that holds the text.
             suffixes: if given, only files of a folder with one of these endings are taken.
             max_document_bytes: longer text files are cut at line ends into documents of about this size.
+            exclude: a folder to leave out of the folders given: the corpus that is being replaced.
 
         Raises:
             DataError: no path given, a path does not exist, or nothing was found.
@@ -73,10 +75,13 @@ class Sources:
         self.repeated = 0
         """Files that were named more than once, counted once."""
         wanted = tuple(suffix if suffix.startswith(".") else f".{suffix}" for suffix in suffixes)
+        hidden = os.path.join(os.path.realpath(exclude), "") if exclude is not None else ""
         found: dict[str, Path] = {}
         for path in map(Path, paths):
             for file in _expand(path, wanted):
                 key = os.path.realpath(file)
+                if hidden and key.startswith(hidden):
+                    continue
                 self.repeated += key in found
                 found.setdefault(key, file)
         if not found:
