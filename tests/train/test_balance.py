@@ -6,14 +6,14 @@ from collections import defaultdict
 
 import pytest
 import torch
-from balance_models import Skewed, make_balancer, routed, step
-from train_models import small_config, small_model
 
 from tercet.config import BalanceConfig
 from tercet.errors import CheckpointError, ShapeError, TercetWarning
 from tercet.model import Context
 from tercet.ops import IGNORE, Routing
 from tercet.train.balance import BALANCERS, balancer_for
+from tests.train.balance_models import Skewed, make_balancer, routed, step
+from tests.train.train_models import small_config, small_model
 
 COARSE = pytest.mark.filterwarnings("ignore::tercet.errors.TercetWarning")
 """These tests have too few tokens a bin for the resolution guard to be quiet."""

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from balance_models import Skewed, make_balancer, noise_floor, routed, step
 
 from tercet.train.balance.quantile import Grid, count_needed, exact_quantile, needed_bias, solve_histogram
+from tests.train.balance_models import Skewed, make_balancer, noise_floor, routed, step
 
 # From a collapsed router the first histograms are coarse; the guard's warning has a test of its own.
 pytestmark = pytest.mark.filterwarnings("ignore::tercet.errors.TercetWarning")
@@ -30,12 +30,10 @@ def test_the_sign_rule_is_far_away_after_sixty_steps():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("experts", "top_k", "spread", "first", "steady"), [(256, 8, 1.0, 20.6, 0.18), (896, 16, 1.0, 30.9, 0.26)]
-)
-def test_the_table_of_training_md(experts, top_k, spread, first, steady):
-    maxvio = violations("qb", Skewed(experts, 16384, spread), top_k, 12)
-    assert maxvio[0] == pytest.approx(first, rel=0.35)  # the draw of the offsets decides
+@pytest.mark.parametrize(("experts", "top_k", "steady"), [(256, 8, 0.18), (896, 16, 0.26)])
+def test_the_table_of_training_md(experts, top_k, steady):
+    maxvio = violations("qb", Skewed(experts, 16384, 1.0), top_k, 12)
+    assert maxvio[0] > 15  # the offset of the hottest expert decides
     assert sum(maxvio[6:]) / 6 == pytest.approx(steady, rel=0.35)
 
 
@@ -71,8 +69,12 @@ def test_where_a_thousand_bins_stop_being_enough():
 def test_clipping_the_duals_is_slower_and_leaves_cold_experts():
     """Claim C7."""
     floor = noise_floor(64, 4, 4096)
-    qb = violations("qb", Skewed(64, 4096, 1.5), 4, 8, bins=4000)
-    bip = violations("bip", Skewed(64, 4096, 1.5), 4, 8, bins=4000)
-    reached = next(n for n, value in enumerate(qb) if value < 2 * floor)
+    reports = {}
+    for kind in ("qb", "bip"):
+        stream, balancer = Skewed(64, 4096, 1.5), make_balancer(64, 4, kind=kind, bins=4000)
+        reports[kind] = [step(balancer, stream.batch()) for _ in range(12)]
+    reached = next(n for n, report in enumerate(reports["qb"]) if report.max_violation < 2 * floor)
     assert reached <= 3
-    assert all(value > 2 * floor for value in bip[: 2 * reached])
+    assert all(report.max_violation > 2 * floor for report in reports["bip"][: 3 * reached])
+    assert reports["qb"][-1].dead == 0
+    assert reports["bip"][-1].dead > 5

@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from balance_models import make_balancer, routed, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tercet.train.balance.quantile import Grid, count_needed, exact_quantile, needed_bias, solve_histogram
+from tests.train.balance_models import make_balancer, routed, step
 
 SCORES = torch.tensor(
     [

@@ -4,12 +4,12 @@ from collections import Counter
 
 import pytest
 import torch
-from train_models import small_config, small_model
 
 from tercet.errors import ConfigError
 from tercet.model import CausalLM
 from tercet.presets import PRESETS, preset
 from tercet.train.groups import View, assign
+from tests.train.train_models import small_config, small_model
 
 
 def block_shapes(name: str, shape: tuple[int, ...], config, **options) -> Counter:

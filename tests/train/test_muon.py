@@ -6,13 +6,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from train_models import fill_gradients, small_config, small_model
 
 from tercet.config import MuonConfig, OptimConfig
 from tercet.ops import newton_schulz
 from tercet.train.groups import View
 from tercet.train.muon import muon_step, plan_stacks
 from tercet.train.optimizer import Optimizer
+from tests.train.train_models import fill_gradients, small_config, small_model
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 

@@ -4,12 +4,12 @@ import io
 
 import pytest
 import torch
-from train_models import fill_gradients, small_model, snapshot
 
 from tercet.config import OptimConfig
 from tercet.errors import CheckpointError, NumericsError
 from tercet.model import to_compute_dtype
 from tercet.train.optimizer import Optimizer
+from tests.train.train_models import fill_gradients, small_model, snapshot
 
 
 def assert_same(x: dict[str, torch.Tensor], y: dict[str, torch.Tensor]) -> None:

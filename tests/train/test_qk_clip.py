@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from train_models import fill_gradients, small_config, small_model, snapshot
 
 from tercet.config import OptimConfig
 from tercet.model import CausalLM, Context, Observer, build, to_compute_dtype
 from tercet.train.optimizer import Optimizer
 from tercet.train.qk_clip import QKClip
+from tests.train.train_models import fill_gradients, small_config, small_model, snapshot
 
 LAYER = 2
 TAU = 0.05
