@@ -5,7 +5,7 @@
 from tercet.ops.attention import attention_logit_max, causal_attention
 from tercet.ops.attn_res import attn_res, attn_res_bank, attn_res_merge, attn_res_weights
 from tercet.ops.conv import short_conv
-from tercet.ops.cross_entropy import IGNORE, linear_cross_entropy
+from tercet.ops.cross_entropy import IGNORE, linear_cross_entropy, token_logprobs
 from tercet.ops.experts import routed_experts
 from tercet.ops.gate import kda_gate
 from tercet.ops.glu import situ_glu, swiglu
@@ -39,5 +39,6 @@ __all__ = [
     "short_conv",
     "situ_glu",
     "swiglu",
+    "token_logprobs",
     "use_tier",
 ]

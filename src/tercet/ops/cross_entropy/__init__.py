@@ -5,14 +5,25 @@ from __future__ import annotations
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from tercet.errors import ShapeError
+from tercet.errors import ConfigError, ShapeError
 from tercet.ops.cross_entropy import reference, torch_
 from tercet.ops.registry import Operator
 
 IGNORE = -100
 """Target of a position that carries no loss."""
 
-_linear_cross_entropy = Operator("linear_cross_entropy", reference.linear_cross_entropy, torch_.linear_cross_entropy)
+_linear_cross_entropy = Operator(
+    "linear_cross_entropy",
+    reference.linear_cross_entropy,
+    torch_.linear_cross_entropy,
+    "tercet.ops.cross_entropy.triton_",
+)
+_token_logprobs = Operator(
+    "token_logprobs",
+    reference.token_logprobs,
+    torch_.token_logprobs,
+    "tercet.ops.cross_entropy.triton_logprobs",
+)
 
 
 def linear_cross_entropy(
@@ -32,17 +43,42 @@ def linear_cross_entropy(
     Raises:
         ShapeError: shapes disagree, or a target outside the vocabulary.
     """
-    tokens = x.shape[:1]
-    if (
-        x.ndim != 2
-        or weight.ndim != 2
-        or x.shape[1] != weight.shape[1]
-        or targets.shape != tokens
-        or loss_weight.shape != tokens
-    ):
+    _check(x, weight, targets)
+    if loss_weight.shape != targets.shape:
+        raise ShapeError(f"loss_weight must be [T] like targets {tuple(targets.shape)}, got {tuple(loss_weight.shape)}")
+    return _linear_cross_entropy(x, weight, targets, loss_weight)
+
+
+def token_logprobs(
+    x: Float[Tensor, "tokens dim"],
+    weight: Float[Tensor, "vocab dim"],
+    targets: Int[Tensor, tokens],
+    *,
+    temperature: float = 1.0,
+) -> tuple[Float[Tensor, tokens], Float[Tensor, tokens]]:
+    """Return each token's log-probability (nats, fp32) and the entropy of its distribution; both differentiable.
+
+    Args:
+        x: rows before the head.
+        weight: the head.
+        targets: token whose log-probability is asked for; `IGNORE` rows give 0 and no gradient.
+        temperature: logits are divided by it.
+
+    Raises:
+        ShapeError: shapes disagree, or a target outside the vocabulary.
+        ConfigError: temperature is not positive.
+    """
+    _check(x, weight, targets)
+    if not temperature > 0:
+        raise ConfigError(f"temperature is {temperature}; log-probabilities need it above 0")
+    return _token_logprobs(x, weight, targets, temperature=temperature)
+
+
+def _check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1] or targets.shape != x.shape[:1]:
         raise ShapeError(
-            f"linear_cross_entropy takes x [T, D], weight [V, D], targets [T], loss_weight [T]; got {tuple(x.shape)}, "
-            f"{tuple(weight.shape)}, {tuple(targets.shape)}, {tuple(loss_weight.shape)}"
+            f"the head takes x [T, D], weight [V, D] and targets [T]; got {tuple(x.shape)}, {tuple(weight.shape)}, "
+            f"{tuple(targets.shape)}"
         )
     if (
         x.device.type == "cpu"
@@ -50,4 +86,3 @@ def linear_cross_entropy(
         and (int(targets.max()) >= len(weight) or int(targets.min()) < IGNORE)
     ):
         raise ShapeError(f"targets reach {int(targets.max())}, outside the vocabulary of {len(weight)}")
-    return _linear_cross_entropy(x, weight, targets, loss_weight)

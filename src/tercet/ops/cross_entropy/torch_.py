@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tercet.ops.cross_entropy import reference
 
 CHUNK_VALUES = 1 << 20
 """Logits held at once on a CPU, where a chunk should stay in cache."""
@@ -66,3 +69,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, loss_weight: Tensor) -> tuple[Tensor, Tensor]:
     """See `tercet.ops.cross_entropy.linear_cross_entropy`."""
     return _LinearCrossEntropy.apply(x, weight, targets, loss_weight)
+
+
+def token_logprobs(x: Tensor, weight: Tensor, targets: Tensor, *, temperature: float) -> tuple[Tensor, Tensor]:
+    """See `tercet.ops.cross_entropy.token_logprobs`; chunks are computed again for the gradient."""
+    budget = CHUNK_VALUES if x.device.type == "cpu" else CHUNK_VALUES_GPU
+    size = max(1, budget // weight.shape[0])
+    pieces = [
+        checkpoint(reference.token_logprobs, rows, weight, chosen, temperature=temperature, use_reentrant=False)
+        for rows, chosen in zip(x.split(size), targets.split(size))
+    ]
+    logprobs, entropies = zip(*pieces)
+    return torch.cat(logprobs), torch.cat(entropies)
