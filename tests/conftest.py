@@ -11,10 +11,3 @@ import torch
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
-
-
-def relative_error(x: torch.Tensor, reference: torch.Tensor) -> float:
-    """‖x − ref‖ / ‖ref‖ in fp64 (kernels.md §0, rule 6); 0 for two zeros."""
-    x, reference = x.detach().double().cpu(), reference.detach().double().cpu()
-    difference, norm = (x - reference).norm(), reference.norm()
-    return float(difference / norm) if norm > 0 else float(difference)

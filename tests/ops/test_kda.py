@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conftest import relative_error
+from numerics import relative_error
 from tercet.errors import ConfigError, ShapeError
 from tercet.ops import fused_kda, kda, kda_gate, use_tier
 from tercet.ops.kda import torch_ as tiles

@@ -15,7 +15,9 @@ from torch import Tensor
 
 @lru_cache(maxsize=64)
 def _groups(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tuple[Tensor, int]], Tensor]:
-    """Return per length class its token table ``[N, L]`` (padding repeats token 0), and the slot of every token."""
+    """Return per length class its token table ``[N, L]`` (padding repeats the row's own first token, so that
+    nothing crosses between sequences), and the slot of every token.
+    """
     starts, total = [], 0
     for length in lengths:
         starts.append(total)
@@ -27,8 +29,9 @@ def _groups(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tuple[
     groups, slot, used = [], torch.empty(total, dtype=torch.long), 0
     for members in classes.values():
         width = max(lengths[n] for n in members)
-        table = torch.zeros(len(members), width, dtype=torch.long)
+        table = torch.empty(len(members), width, dtype=torch.long)
         for row, n in enumerate(members):
+            table[row] = starts[n]
             table[row, : lengths[n]] = torch.arange(starts[n], starts[n] + lengths[n])
             slot[starts[n] : starts[n] + lengths[n]] = used + row * width + torch.arange(lengths[n])
         groups.append((table.to(device), width))
@@ -45,7 +48,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, lengths: 
         return _sdpa(q_NLHD, k_NLHD, v_NLHV, scale).reshape(v.shape)
     groups, slot = _groups(lengths, q.device)
     if not groups:
-        return torch.empty_like(v)
+        return v.clone()
     outputs = [_sdpa(q_THD[table], k_THD[table], v_THV[table], scale).flatten(0, 1) for table, _ in groups]
     return torch.cat(outputs).index_select(0, slot).view(v.shape)
 

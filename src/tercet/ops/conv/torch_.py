@@ -70,7 +70,7 @@ def _filter(extended: Tensor, w_JC: Tensor, token: Tensor, lengths: tuple[int, .
     taps = w_JC.shape[0]
     if len(set(lengths)) == 1:
         length = lengths[0]
-        view = extended.view(len(lengths), taps - 1 + length, -1)
+        view = extended.view(len(lengths), taps - 1 + length, extended.shape[1])
         total = view[:, taps - 1 :] * w_JC[taps - 1]
         for j in range(taps - 1):
             total.addcmul_(view[:, j : j + length], w_JC[j])

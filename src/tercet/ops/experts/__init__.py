@@ -42,7 +42,7 @@ def routed_experts(
         linear_beta: SiTU's β₂.
 
     Raises:
-        ShapeError: shapes disagree.
+        ShapeError: shapes disagree, or (seen on a CPU only) an expert that does not exist.
     """
     count, inner, latent = w1.shape
     if w3.shape != w1.shape or tuple(w2.shape) != (count, latent, inner):
@@ -51,4 +51,8 @@ def routed_experts(
     if z.ndim != 2 or z.shape[1] != latent or weights.shape != experts.shape or len(weights) != len(z):
         shapes = ", ".join(str(tuple(x.shape)) for x in (z, weights, experts))
         raise ShapeError(f"z must be [T, {latent}] with weights and experts [T, k], got {shapes}")
+    if z.device.type == "cpu" and experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < count:
+        raise ShapeError(
+            f"a token chose expert {int(experts.min())} or {int(experts.max())}; there are {count} experts"
+        )
     return _experts(z, weights, experts, w1, w2, w3, activation=activation, beta=beta, linear_beta=linear_beta)

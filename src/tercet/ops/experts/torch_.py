@@ -56,7 +56,7 @@ class _RoutedExperts(torch.autograd.Function):
         slot = torch.empty_like(order)
         slot[order] = torch.arange(len(order), device=order.device)
         compute = torch.promote_types(z.dtype, torch.float32)
-        y_TkL = y.index_select(0, slot).view(*experts.shape, -1).to(compute)
+        y_TkL = y.index_select(0, slot).view(*experts.shape, z.shape[1]).to(compute)
         ctx.save_for_backward(z, weights, w1, w2, w3, order, slot, gate, up)
         ctx.counts, ctx.settings = counts, settings
         return (y_TkL * weights.to(compute)[..., None]).sum(1).to(z.dtype)
@@ -82,7 +82,7 @@ class _RoutedExperts(torch.autograd.Function):
             torch.mm(d_gate, w1[e], out=d_rows[here])
             d_rows[here].addmm_(d_up, w3[e])
         d_weights = d_p.index_select(0, slot).view_as(weights).to(weights.dtype)
-        d_z = d_rows.index_select(0, slot).view(*weights.shape, -1).to(compute).sum(1).to(z.dtype)
+        d_z = d_rows.index_select(0, slot).view(*weights.shape, z.shape[1]).to(compute).sum(1).to(z.dtype)
         return d_z, d_weights, d_w1, d_w2, d_w3, None, None
 
 

@@ -74,4 +74,6 @@ def route(
         raise ShapeError(f"top_k is {top_k}; it must lie in [1, {logits.shape[1]}) for {logits.shape[1]} experts")
     if bias.dtype not in (torch.float32, torch.float64):
         raise ShapeError(f"the router's selection bias must stay fp32 (near ties flip in {bias.dtype})")
+    if forced is not None and tuple(forced.shape) != (logits.shape[0], top_k):
+        raise ShapeError(f"forced must be [T, top_k] = {(logits.shape[0], top_k)}, got {tuple(forced.shape)}")
     return _route(logits, bias, top_k=top_k, renormalize=renormalize, scaling_factor=scaling_factor, forced=forced)
