@@ -61,7 +61,7 @@ def read_chats(path: str | Path) -> Iterator[tuple[int, Conversation | None, lis
 
 def _read_line(raw: bytes) -> tuple[Conversation | None, list[Problem]]:
     try:
-        text = raw.decode("utf-8")
+        text = raw.rstrip(b"\r\n").decode("utf-8")
     except UnicodeDecodeError as error:
         return None, [Problem("", f"byte {error.start + 1} is not UTF-8 ({error.reason}); save the file as UTF-8")]
     try:

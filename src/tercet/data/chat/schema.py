@@ -145,9 +145,11 @@ class _Reader:
             self.say(where, f"must be an object with `role` and `content`, got {_shown(data)}")
             return nothing
         role = data.get("role")
+        if not isinstance(role, str):
+            self.say(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {_shown(role)}")
+            return nothing
         if role not in ROLES:
-            hint = nearest(role, ROLES) if isinstance(role, str) else ""
-            self.say(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {_shown(role)}{hint}")
+            self.say(f"{where}.role", f"unknown role {_shown(role)}{nearest(role, ROLES)}")
             return nothing
         self._known_keys(where, data, _MESSAGE_KEYS[role])
         tools = self._tools(f"{where}.tools", data.get("tools"))
@@ -155,9 +157,9 @@ class _Reader:
         if data.get("tools") is not None:
             if role != "system":
                 self.say(f"{where}.tools", f"only a system message may declare tools, this one is of role {role!r}")
-            if data.get("content"):
+            elif data.get("content"):
                 self.say(f"{where}.content", "must be empty, because the message declares `tools`; use two messages")
-            if not tools:
+            elif data["tools"] == []:
                 self.say(f"{where}.tools", "must not be empty")
             return Message("system", tools=tools)
         content = self._content(f"{where}.content", data.get("content"), optional=role == "assistant")
