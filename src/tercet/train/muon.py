@@ -1,4 +1,4 @@
-"""Muon for matrices, one Newton–Schulz call for all blocks of a shape (training.md §1.2, §1.3).
+"""Muon for matrices, with the blocks of a shape orthogonalised together (training.md §1.2, §1.3).
 
     M ← μM + G                        heavy ball
     U ← G + μM                        Nesterov; without it U = M
@@ -6,8 +6,8 @@
     W ← W − η (O + λW)                decay by the plain rate, never by the shape factor
 
 A model of many small blocks (heads, experts) would spend its time on launching products. Blocks of one shape, tall ones
-turned on their side, are therefore gathered from the whole model into one stack; very large stacks are cut so that the
-copies stay bounded.
+turned on their side, are therefore gathered from the whole model into stacks, large enough to keep the device busy and
+small enough that the copies stay bounded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from tercet.ops import newton_schulz
 from tercet.train.groups import View
 
 MAX_STACK_ELEMENTS = 1 << 26
-"""Largest stack orthogonalised at once (256 MiB in fp32); a single larger block goes alone."""
+"""Largest stack orthogonalised at once on an accelerator (256 MiB in fp32); a single larger block goes alone."""
+
+CPU_STACK_ELEMENTS = 1 << 18
+"""The same on a CPU: 1 MiB in fp32, so that the five steps of a stack run from the cache."""
 
 
 @dataclass(frozen=True)

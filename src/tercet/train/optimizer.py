@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tercet.config import ModelConfig, OptimConfig
 from tercet.errors import CheckpointError, NumericsError
 from tercet.train.groups import GROUPS, Assignment, Group, assign
-from tercet.train.muon import Stack, muon_step, plan_stacks
+from tercet.train.muon import CPU_STACK_ELEMENTS, MAX_STACK_ELEMENTS, Stack, muon_step, plan_stacks
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -196,7 +196,9 @@ class Optimizer:
         if names != self._planned:
             self._planned = names
             self._stacks = plan_stacks(
-                [tuple(slot.weight.shape) for slot in slots], [slot.assignment.views for slot in slots]
+                [tuple(slot.weight.shape) for slot in slots],
+                [slot.assignment.views for slot in slots],
+                limit=CPU_STACK_ELEMENTS if slots[0].weight.device.type == "cpu" else MAX_STACK_ELEMENTS,
             )
         return muon_step(
             self._stacks,
