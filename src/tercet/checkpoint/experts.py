@@ -47,9 +47,7 @@ def split_packed(
     if along == "outputs":
         rows = slice(rank * width, (rank + 1) * width)
         packed, scale = weight.packed[..., rows, :], weight.scale[..., rows, :]
-        return PackedWeight(
-            F.pad(packed, (0, 0, 0, padding)), F.pad(scale, (0, 0, 0, padding), value=NEUTRAL_SCALE)
-        )
+        return PackedWeight(F.pad(packed, (0, 0, 0, padding)), F.pad(scale, (0, 0, 0, padding), value=NEUTRAL_SCALE))
     packed = weight.packed[..., rank * width // 2 : (rank + 1) * width // 2]
     scale = weight.scale[..., rank * width // GROUP : (rank + 1) * width // GROUP]
     return PackedWeight(F.pad(packed, (0, padding // 2)), F.pad(scale, (0, padding // GROUP), value=NEUTRAL_SCALE))

@@ -117,7 +117,7 @@ def read_header(path: str | Path) -> Header:
 
 def _check(path: Path, text: bytes, size: int) -> Header:
     table = parse_json(text, f"the header of {path}")
-    if not isinstance(table, dict):
+    if not isinstance(table, dict) or text[:1] != b"{":
         raise CheckpointError(f"the header of {path} is not an object")
     metadata = table.pop(METADATA, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
