@@ -193,12 +193,14 @@ def test_same_text_gives_the_same_fingerprint_anywhere(tmp_path: Path) -> None:
 
 
 def test_validation_text_never_shapes_the_vocabulary(tmp_path: Path) -> None:
-    root = tree(tmp_path / "in", 30)
-    first = prepare([root], tmp_path / "a", vocab_size=600, validation=0.2)
-    secret = next(name for name, _ in first.documents("validation"))
-    (root / secret).unlink()
-    second = prepare([root], tmp_path / "b", vocab_size=600, validation=0.2)
-    assert second.tokenizer.fingerprint == first.tokenizer.fingerprint
+    words = {f"{number:02d}": chr(0x61 + number) + chr(0x7A - number) for number in range(26)}
+    for name, word in words.items():
+        (tmp_path / name).write_text(f" {word}" * 50)
+    corpus = prepare([tmp_path / name for name in words], tmp_path / "out", vocab_size=1024, validation=0.3)
+    for split in ("train", "validation"):
+        learnt = [words[name].encode() in corpus.tokenizer.ranks for name, _ in corpus.documents(split)]
+        assert learnt == [split == "train"] * len(corpus.split(split).documents)
+    assert len(corpus.split("validation").documents) > 1
 
 
 def test_existing_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
@@ -297,6 +299,30 @@ def test_full_disk_is_a_storage_error_and_leaves_nothing(tmp_path: Path) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.errno == errno.EFBIG
     assert left_behind(tmp_path) == ["in"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "raised"),
+    [(OSError(errno.ENOSPC, "No space left on device"), StorageError), (KeyboardInterrupt(), KeyboardInterrupt)],
+)
+def test_a_failed_publication_puts_the_old_corpus_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: BaseException, raised: type[BaseException]
+) -> None:
+    root, out = tree(tmp_path / "in", 5), tmp_path / "out"
+    old = prepare([root], out, tokenizer=PLAIN).fingerprint
+    (root / "more.txt").write_text("more text")
+    replace = os.replace
+
+    def refusing(source: os.PathLike[str], target: os.PathLike[str]) -> None:
+        if str(source).endswith(".part") and Path(target) == out:
+            raise fault
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", refusing)
+    with pytest.raises(raised):
+        prepare([root], out, tokenizer=PLAIN, overwrite=True)
+    assert Corpus.open(out).fingerprint == old
+    assert left_behind(tmp_path) == ["in", "out"]
 
 
 def test_killed_runs_are_swept_up_and_living_ones_left_alone(tmp_path: Path) -> None:

@@ -319,13 +319,13 @@ def _alive(process: int) -> bool:
 
 def _publish(folder: Path, target: Path) -> None:
     """Rename the complete folder to its place; an older corpus steps aside first and is removed last."""
-    old = folder.with_name(folder.name.replace(".part", ".old"))
+    old = folder.with_suffix(".old")
     if target.exists():
         os.replace(target, old)
     try:
         os.replace(folder, target.absolute())
-    except OSError:
-        if old.exists():
+    except BaseException:  # Ctrl-C as well
+        if old.exists() and not target.exists():
             os.replace(old, target)
         raise
     shutil.rmtree(old, ignore_errors=True)
