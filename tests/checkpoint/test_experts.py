@@ -19,10 +19,10 @@ from tercet.model.moe import LatentMoE
 from tercet.ops import situ_glu
 
 
-@pytest.mark.parametrize("ranks", [2, 16, 32])
+@pytest.mark.parametrize("ranks", [4, 16, 32])
 def test_M34_narrow_ranks_are_padded_with_exact_zeros(ranks: int) -> None:
     """3072/16 and 3072/32 lie below a kernel's 256: each rank is padded, and the ranks still add up to the whole."""
-    inner, latent, at_least = 3072, 64, 256
+    inner, latent, at_least = 3072, 32, 256
     w1, w3 = (encode(torch.randn(inner, latent)) for _ in range(2))
     w2 = encode(torch.randn(latent, inner))
     z = torch.randn(5, latent, dtype=torch.float64)

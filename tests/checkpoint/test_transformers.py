@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoint_miniatures import MINIATURES, published
 
-from conftest import relative_error
+from numerics import relative_error
 from tercet.checkpoint.convert import ModelSource, write_published
 from tercet.checkpoint.directory import CheckpointDirectory
 from tercet.checkpoint.layouts import LAYOUTS
