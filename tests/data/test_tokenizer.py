@@ -92,6 +92,7 @@ def test_training_and_encoding_engines_cut_like_an_independent_one() -> None:
     [
         ("don't DON'T", ["don't", " DON'T"]),
         ("漢字かな", ["漢字", "かな"]),
+        ("ab漢字か漢 漢A漢a", ["ab", "漢字", "か", "漢", " ", "漢", "A", "漢", "a"]),
         ("HTMLParser", ["HTMLParser"]),
         ("x=12345", ["x", "=", "123", "45"]),
         ("a  b", ["a", " ", " b"]),
