@@ -10,7 +10,7 @@ from tercet.ops.experts import reference, torch_
 from tercet.ops.glu import Activation
 from tercet.ops.registry import Operator
 
-_experts = Operator("routed_experts", reference.routed_experts, torch_.routed_experts)
+_experts = Operator("routed_experts", reference.routed_experts, torch_.routed_experts, "tercet.ops.experts.triton_")
 
 
 def routed_experts(

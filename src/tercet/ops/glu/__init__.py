@@ -60,7 +60,7 @@ def _situ_torch(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float) ->
     return _SituGLU.apply(gate, up, beta, linear_beta)
 
 
-_situ = Operator("situ_glu", situ_glu_reference, _situ_torch)
+_situ = Operator("situ_glu", situ_glu_reference, _situ_torch, "tercet.ops.glu.triton_")
 
 
 def situ_glu(

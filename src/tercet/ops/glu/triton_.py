@@ -1,0 +1,140 @@
+"""SiTU-GLU on the GPU: one pass forward, one backward from the saved pre-activations (kernels.md §8).
+
+`tanh`, `situ` and `situ_pulled` are also the epilogues of the expert kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tercet.ops.gpu import dense, float_refusal
+
+_BLOCK = 2048
+
+
+@triton.jit
+def tanh(x):
+    """Hyperbolic tangent to a few fp32 ulps; a series near 0, where the quotient cancels."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    far = (1.0 - e) / (1.0 + e)
+    x2 = x * x
+    near = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
+    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def sigmoid(x):
+    """Logistic function, without overflow on either side."""
+    e = tl.exp(-tl.abs(x))
+    return tl.where(x < 0.0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def situ(gate, up, beta, linear_beta):
+    """``β₁ tanh(g/β₁) σ(g) · β₂ tanh(u/β₂)``."""
+    return beta * tanh(gate / beta) * sigmoid(gate) * (linear_beta * tanh(up / linear_beta))
+
+
+@triton.jit
+def situ_pulled(gate, up, beta, linear_beta):
+    """Return SiTU and its two partial derivatives."""
+    t_g, t_u, s = tanh(gate / beta), tanh(up / linear_beta), sigmoid(gate)
+    left, right = beta * t_g * s, linear_beta * t_u
+    by_gate = ((1.0 - t_g * t_g) * s + left * (1.0 - s)) * right
+    return left * right, by_gate, left * (1.0 - t_u * t_u)
+
+
+@triton.jit
+def silu_pulled(gate, up):
+    """Return SwiGLU and its two partial derivatives."""
+    s = sigmoid(gate)
+    silu = gate * s
+    return silu * up, up * s * (1.0 + gate * (1.0 - s)), silu
+
+
+@triton.jit
+def _forward_kernel(gate, up, out, count, beta, linear_beta, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, situ(g, u, beta, linear_beta).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _backward_kernel(grad, gate, up, d_gate, d_up, count, beta, linear_beta, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    d = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + at, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + at, mask=inside, other=0.0).to(tl.float32)
+    _, by_gate, by_up = situ_pulled(g, u, beta, linear_beta)
+    tl.store(d_gate + at, (d * by_gate).to(d_gate.dtype.element_ty), mask=inside)
+    tl.store(d_up + at, (d * by_up).to(d_up.dtype.element_ty), mask=inside)
+
+
+@torch.library.custom_op(
+    "tercet::situ_glu", mutates_args=(), schema="(Tensor gate, Tensor up, float beta, float linear_beta) -> Tensor"
+)
+def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    gate, up = dense(gate), dense(up)
+    out = torch.empty_like(gate)
+    if gate.numel():
+        _forward_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](
+            gate, up, out, gate.numel(), beta, linear_beta, BLOCK=_BLOCK, num_warps=8
+        )
+    return out
+
+
+@_situ.register_fake
+def _(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op(
+    "tercet::situ_glu_backward",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor gate, Tensor up, float beta, float linear_beta) -> (Tensor, Tensor)",
+)
+def _situ_backward(grad: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> tuple[Tensor, Tensor]:
+    grad, gate, up = dense(grad), dense(gate), dense(up)
+    d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
+    if gate.numel():
+        _backward_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](
+            grad, gate, up, d_gate, d_up, gate.numel(), beta, linear_beta, BLOCK=_BLOCK, num_warps=8
+        )
+    return d_gate, d_up
+
+
+@_situ_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), up.new_empty(up.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, *ctx.betas = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    return *_situ_backward(grad, *ctx.saved_tensors, *ctx.betas), None, None
+
+
+_situ.register_autograd(_differentiate, setup_context=_save)
+
+
+def declines(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float) -> str | None:
+    """Return why the kernels cannot take these inputs, or None."""
+    if gate.dtype != up.dtype or gate.shape != up.shape:
+        return f"gate {tuple(gate.shape)} {gate.dtype} and up {tuple(up.shape)} {up.dtype} differ"
+    return float_refusal(gate)
+
+
+def call(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float) -> Tensor:
+    """See `tercet.ops.glu.situ_glu`."""
+    return _situ(gate, up, beta, linear_beta)
