@@ -250,5 +250,7 @@ def test_state_of_another_model_or_optimiser_is_refused():
         Optimizer(small_model(mtp=False), OptimConfig()).load_state_dict(state)
     name = "model.layers.0.self_attn.o_proj.weight"
     broken = {**state["parameters"], name: {"momentum": torch.zeros(3, 3)}}
+    other = Optimizer(small_model(), OptimConfig())
     with pytest.raises(CheckpointError, match=r"\[3, 3\]"):
-        Optimizer(small_model(), OptimConfig()).load_state_dict({**state, "parameters": broken})
+        other.load_state_dict({**state, "parameters": broken})
+    assert not flat_state(other)  # refused before anything was taken over

@@ -259,10 +259,11 @@ class Optimizer:
                 raise CheckpointError(
                     f"the optimiser state has {name!r}, which this model does not; is it another preset's?"
                 )
+        for name, slot in self._slots.items():
+            _check_state(slot, saved.get(name, {}))
         self.skipped_in_a_row = int(state["skipped_in_a_row"])
         for name, slot in self._slots.items():
             kept = dict(saved.get(name, {}))
-            _check_state(slot, kept)
             master = kept.pop("master", slot.parameter)
             slot.weight.copy_(master)
             slot.parameter.copy_(slot.weight)
