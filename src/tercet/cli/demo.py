@@ -1,0 +1,147 @@
+"""Train the tiny K3 model on the Python library's own source, score it, write a report, complete some code.
+
+Everything runs on this machine and nothing is downloaded. The number of steps is fitted to the time it may take;
+an interrupted demo goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+PROMPT = "def read_lines(path):\n"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's flags."""
+    parser.add_argument("--out", default="runs/demo", metavar="RUN", help="run directory (default runs/demo)")
+    parser.add_argument("--data", default="data/demo", metavar="DIR", help="corpus directory (default data/demo)")
+    parser.add_argument(
+        "--seconds", type=float, default=150.0, help="training time to fit the number of steps to (default 150)"
+    )
+    parser.add_argument("--steps", type=int, help="train exactly so many steps instead")
+    parser.add_argument("--fresh", action="store_true", help="start again, deleting RUN if it is a demo's")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prepare, train, score, report, sample."""
+    from rich.console import Console
+
+    from tercet.errors import ConfigError
+    from tercet.train.loop import Trainer
+    from tercet.train.report import write_report
+
+    if args.seconds <= 0 or (args.steps is not None and args.steps < 1):
+        raise ConfigError("--seconds and --steps must be positive")
+    console = Console(highlight=False)
+    directory = Path(args.out)
+    if args.fresh and (directory / "config.json").is_file():
+        shutil.rmtree(directory)
+    corpus = _corpus(Path(args.data), console)
+    config = _config(args, corpus, directory, console)
+    trainer = Trainer(config, corpus, directory)
+    outcome = trainer.run()
+    if not outcome.finished:
+        write_report(directory)
+        console.print(f"stopped after {outcome.step} of {config.train.steps} steps; run the same command to go on")
+        return 130
+    summary = _summary(trainer, outcome.training_seconds, outcome.tokens)
+    report = write_report(directory)
+    _show_sample(directory, console)
+    _closing(summary, directory, report, console)
+    return 0
+
+
+def _corpus(path: Path, console: Any) -> Any:
+    from tercet.data import Corpus, prepare, python_library_corpus
+    from tercet.presets import preset
+
+    if not (path / "index.json").is_file():
+        console.print("[bold]1. The text:[/] this machine's Python standard library")
+        prepare(python_library_corpus(), path, vocab_size=preset("tiny").model.vocab_size, progress=True)
+    corpus = Corpus.open(path)
+    train, held_out = corpus.split("train"), corpus.split("validation")
+    console.print(
+        f"   {train.bytes / 1e6:.1f} MB to learn from ({train.tokens / 1e6:.2f} M tokens), "
+        f"{held_out.bytes / 1e6:.2f} MB in {len(held_out.documents)} files held out"
+    )
+    return corpus
+
+
+def _config(args: argparse.Namespace, corpus: Any, directory: Path, console: Any) -> Any:
+    """Return the tiny preset for this corpus and machine, or the configuration of the demo that is under way."""
+    from tercet.model.sizes import sizes
+    from tercet.presets import preset
+    from tercet.train.checkpoint import read_config
+    from tercet.train.loop import fit_to_time
+    from tercet.util.settings import override
+
+    if (directory / "config.json").is_file():
+        return read_config(directory)
+    config = override(preset("tiny"), {"model.vocab_size": corpus.vocab_size, "data.path": str(args.data)})
+    count = sizes(config.model)
+    console.print(
+        f"[bold]2. The model:[/] {count.total / 1e6:.2f} M parameters, {count.active_without_embedding / 1e6:.2f} M active"
+    )
+    if args.steps is not None:
+        return override(config, {"train.steps": args.steps})
+    with tempfile.TemporaryDirectory() as scratch:
+        config = fit_to_time(config, corpus, scratch, args.seconds)
+    console.print(f"[bold]3. Training:[/] {config.train.steps} steps fit into {args.seconds:.0f} s on this machine")
+    return config
+
+
+def _summary(trainer: Any, training_seconds: float, tokens: int) -> dict[str, Any]:
+    from tercet.eval.compression import gzip_bits_per_byte, xz_bits_per_byte
+    from tercet.model.sizes import sizes
+    from tercet.util.files import write_json
+
+    held_out = trainer.corpus.validation_bytes()
+    parameters = sizes(trainer.config.model)
+    summary = {
+        "training_seconds": round(training_seconds, 1),
+        "bits_per_byte": round(trainer.validation, 4),
+        "gzip_bits_per_byte": round(gzip_bits_per_byte(held_out), 4),
+        "xz_bits_per_byte": round(xz_bits_per_byte(held_out), 4),
+        "validation_bytes": len(held_out),
+        "tokens": tokens,
+        "tokens_per_second": round(tokens / training_seconds, 1),
+        "parameters": parameters.total,
+        "active_parameters": parameters.active_without_embedding,
+    }
+    write_json(trainer.directory / "summary.json", summary)
+    return summary
+
+
+def _show_sample(directory: Path, console: Any) -> None:
+    from tercet.serve.generate import Generator, Sampling
+    from tercet.train.checkpoint import load_run
+
+    loaded = load_run(directory)
+    ids = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode(PROMPT)]
+    stream = Generator(loaded.model).stream(
+        ids, Sampling(temperature=0.6, top_p=0.9), max_new_tokens=80, stop_ids=loaded.tokenizer.stop_ids
+    )
+    text = loaded.tokenizer.decode(list(stream), skip_control=True)
+    console.print("\n[bold]It writes:[/]")
+    console.print(PROMPT, end="", style="dim", markup=False)
+    console.print(text, markup=False)
+
+
+def _closing(summary: dict[str, Any], directory: Path, report: Path, console: Any) -> None:
+    console.print(
+        f"\n[bold]{summary['training_seconds']:.0f} s[/] of training on {summary['tokens'] / 1e6:.2f} M tokens "
+        f"({summary['tokens_per_second']:,.0f} tokens/s)"
+    )
+    console.print(
+        f"held-out bits per byte: [bold]{summary['bits_per_byte']:.3f}[/]   "
+        f"gzip -9: {summary['gzip_bits_per_byte']:.3f}   xz -9: {summary['xz_bits_per_byte']:.3f}   "
+        f"(the same {summary['validation_bytes']:,} bytes)"
+    )
+    console.print(f"report: {report}")
+    console.print(f'next:   tercet sample {directory} "class Parser:"')
+    console.print(f"        tercet eval {directory}")
+    console.print("        tercet train tiny --data data/demo --out runs/mine --set optim.lr=2e-3")

@@ -1,0 +1,60 @@
+"""Train a preset on a prepared corpus, or go on with a run that was stopped.
+
+  tercet data prepare my-text/ --out data/mine
+  tercet train small --data data/mine --out runs/mine
+  tercet train small --data data/mine --out runs/mine --set optim.lr=2e-3 --set train.steps=5000
+  tercet train --resume runs/mine
+
+Ctrl-C saves and stops; the same command, or --resume, goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from tercet.cli.common import add_configuration, configuration
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the verb's flags."""
+    add_configuration(parser, required=False)
+    parser.add_argument("--data", metavar="DIR", help="corpus written by `tercet data prepare`")
+    parser.add_argument("--out", metavar="RUN", help="run directory; an unfinished run of the same settings goes on")
+    parser.add_argument("--resume", metavar="RUN", help="go on with RUN under its own settings")
+    parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
+    parser.add_argument("--device", help="cpu, cuda or auto (default)")
+    parser.add_argument("--tracker", choices=("tensorboard", "trackio", "wandb"), help="also log to a tracker")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train, write the report, and say where it is."""
+    from tercet.bridge.trackers import open_tracker
+    from tercet.data import Corpus
+    from tercet.errors import ConfigError
+    from tercet.train.checkpoint import read_config
+    from tercet.train.loop import Trainer
+    from tercet.train.report import write_report
+    from tercet.util.settings import override
+
+    quick = {"train.steps": args.steps, "train.device": args.device, "train.tracker": args.tracker}
+    extra = {key: value for key, value in quick.items() if value is not None}
+    if args.resume:
+        if args.preset or args.out:
+            raise ConfigError("--resume takes the run's own settings; leave out the preset and --out")
+        config, directory = override(read_config(args.resume), extra), args.resume
+        data = args.data or config.data.path
+    else:
+        if not args.preset or not args.data or not args.out:
+            raise ConfigError("give PRESET, --data DIR and --out RUN, or --resume RUN; see tercet train --help")
+        data, directory = args.data, args.out
+        corpus_settings = {"data.path": data, "model.vocab_size": Corpus.open(data).vocab_size}
+        config = configuration(args, corpus_settings | extra)
+    sinks = [] if config.train.tracker == "none" else [open_tracker(config.train.tracker, directory, config)]
+    outcome = Trainer(config, Corpus.open(data), directory, sinks=sinks).run()
+    report = write_report(directory)
+    print(f"report: {report}")
+    if outcome.finished:
+        print(f'next:   tercet sample {directory} "def main():"')
+    else:
+        print(f"go on:  tercet train --resume {directory}")
+    return 0 if outcome.finished else 130

@@ -1,0 +1,343 @@
+"""The training loop: one page, read top to bottom.
+
+A step is: learning rate → micro-batches (forward, loss, backward) → optimiser → balancing and QK-Clip → log. Everything
+that makes two runs differ is in `RunConfig`; everything needed to go on is in a checkpoint; the position in the data is
+one counter. So a run that was killed and resumed gives the same losses as one that was not.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tercet.config import RunConfig
+from tercet.data import Corpus, Loader
+from tercet.data.batch import Batch
+from tercet.errors import ConfigError
+from tercet.eval.compression import bits_per_byte
+from tercet.model import CausalLM, Context, build, to_compute_dtype
+from tercet.train.balance import balancer_for
+from tercet.train.balance.balancer import BalanceObserver, LayerBalance
+from tercet.train.checkpoint import (
+    check_same_run,
+    checkpoints,
+    copy_tokenizer,
+    load_checkpoint,
+    save_checkpoint,
+    write_config,
+)
+from tercet.train.loss import components
+from tercet.train.metrics import MetricsLog, Sink
+from tercet.train.observers import Observers
+from tercet.train.optimizer import Optimizer, StepReport
+from tercet.train.probe import probe
+from tercet.train.progress import Progress
+from tercet.train.qk_clip import QKClip
+from tercet.train.samples import Samples
+from tercet.train.schedule import learning_rate
+from tercet.util.memory import keep_freed_memory
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a call of `Trainer.run` ended."""
+
+    step: int
+    """Completed optimiser steps."""
+    finished: bool
+    """False after Ctrl-C or SIGTERM; the state is saved either way."""
+    training_seconds: float
+    """Seconds in optimiser steps, over all sessions of the run."""
+    tokens: int
+    bits_per_byte: float | None
+    """Held-out bits per byte at the last evaluation."""
+
+
+class Trainer:
+    """Trains one run in one directory; an existing run of the same configuration is continued."""
+
+    def __init__(self, config: RunConfig, corpus: Corpus, directory: str | Path, *, sinks: Sequence[Sink] = ()):
+        """Build the model, or load the newest checkpoint.
+
+        Args:
+            config: the run.
+            corpus: where its tokens come from.
+            directory: where everything is written.
+            sinks: trackers that also receive every metrics row.
+
+        Raises:
+            ConfigError: vocabulary and corpus disagree, or the directory belongs to another configuration.
+            CheckpointError: the newest checkpoint is damaged.
+        """
+        if corpus.vocab_size != config.model.vocab_size:
+            raise ConfigError(
+                f"the corpus has {corpus.vocab_size} ids, model.vocab_size is {config.model.vocab_size}; "
+                "set it to the corpus's, or prepare the corpus with another --vocab-size"
+            )
+        keep_freed_memory()
+        self.config, self.corpus, self.directory = config, corpus, Path(directory)
+        data, settings = config.data, config.train
+        self.device = _device(settings.device)
+        self.loader = Loader(
+            corpus,
+            sequence_length=data.sequence_length,
+            batch_sequences=data.batch_sequences,
+            micro_batch_sequences=settings.micro_batch_sequences,
+            seed=data.seed,
+        )
+        self.model = self._new_model()
+        self.optimizer = Optimizer(self.model, config.optim)
+        self.balancer = balancer_for(self.model, config.balance)
+        self.qk_clip = QKClip(config.model, config.optim.qk_clip) if config.optim.qk_clip is not None else None
+        self.components = components(self.model, settings)
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.validation: float | None = None
+        self.samples = Samples(corpus)
+        if (self.directory / "config.json").exists():
+            check_same_run(self.directory, config)
+        write_config(self.directory, config)
+        copy_tokenizer(corpus.tokenizer, self.directory)
+        if found := checkpoints(self.directory):
+            self._resume(found[-1])
+        self.log = MetricsLog(self.directory, sinks)
+        self.log.truncate_after(self.step)
+
+    def _new_model(self) -> CausalLM:
+        model = build(self.config.model, seed=self.config.train.seed, device=self.device)
+        wanted = self.config.train.dtype
+        if wanted == "bfloat16" or (wanted == "auto" and self.device.type == "cuda"):
+            to_compute_dtype(model, torch.bfloat16)
+        return model
+
+    def run(self) -> Outcome:
+        """Train until the last step, or until Ctrl-C or SIGTERM; the state is saved at the end either way."""
+        settings = self.config.train
+        saved = self.step
+        with _polite_interrupt() as interrupted, Progress(settings.steps, self.step) as progress:
+            if self.step:
+                progress.note(f"resumed at step {self.step}")
+            while self.step < settings.steps and not interrupted:
+                row = self.train_step()
+                self.log.append(row)
+                progress.update(row)
+                if self.step % settings.eval_every == 0 or self.step == settings.steps:
+                    for extra in self.evaluate():
+                        self.log.append(extra)
+                        progress.update(extra)
+                if self.step % settings.checkpoint_every == 0:
+                    self.save()
+                    saved = self.step
+            if saved != self.step:
+                self.save()
+            if interrupted:
+                progress.note(f"stopped at step {self.step}; everything is saved, run the same command to go on")
+        finished = self.step >= settings.steps
+        return Outcome(self.step, finished, self.seconds, self.tokens, self.validation)
+
+    def train_step(self) -> dict[str, Any]:
+        """Do one optimiser step and return its metrics row."""
+        started = time.perf_counter()
+        config, steps = self.config, self.config.train.steps
+        lr = learning_rate(self.step, steps, config.optim, config.schedule)
+        batches = [_to(batch, self.device) for batch in self.loader.micro_batches()]
+        progress = self.step / steps
+        self.balancer.begin_step()
+        if self.qk_clip is not None:
+            self.qk_clip.begin_step()
+        losses = self._forward_backward(batches, progress)
+        report = self.optimizer.step(lr)
+        balance = self.balancer.finish(accepted=not report.skipped)
+        clip = self.qk_clip.end_step(self.optimizer, accepted=not report.skipped) if self.qk_clip is not None else None
+        self.step += 1
+        tokens = sum(batch.tokens.numel() for batch in batches)
+        self.tokens += tokens
+        seconds = time.perf_counter() - started
+        self.seconds += seconds
+        return {
+            "kind": "train",
+            "step": self.step,
+            **losses,
+            "lr": lr,
+            "tokens": self.tokens,
+            "seconds": round(self.seconds, 4),
+            "tokens_per_second": round(tokens / seconds, 1),
+            **_norms(report),
+            "qk_logit_max": clip.largest if clip else None,
+            "qk_clipped_heads": clip.clipped if clip else 0,
+            "balance": {str(layer): _balance_row(b) for layer, b in balance.items()},
+        }
+
+    def _forward_backward(self, batches: Sequence[Batch], progress: float) -> dict[str, float | None]:
+        """Accumulate the gradient of the whole step's mean loss; returns the mean of every component."""
+        parts = [(part, part.factor(progress)) for part in self.components]
+        totals = {part.name: max(1.0, float(sum(part.weight(batch) for batch in batches))) for part, _ in parts}
+        losses: dict[str, float | None] = {"loss": None, "mtp_loss": None}
+        for index, batch in enumerate(batches):
+            context = self._context(batch, index)
+            features = self.model.features(batch.tokens[None], context)
+            loss = torch.zeros((), device=self.device)
+            for part, factor in parts:
+                value = part.total(self.model, batch, features, context, factor / totals[part.name])
+                losses[part.name] = (losses[part.name] or 0.0) + float(value.detach()) / factor
+                loss = loss + value
+            if (auxiliary := self.balancer.auxiliary_loss()) is not None:
+                loss = loss + auxiliary / len(batches)
+            loss.backward()
+            self.optimizer.accumulate()
+        return losses
+
+    def _context(self, batch: Batch, index: int) -> Context:
+        by_layer = {part.layer: part.valid(batch) for part in self.components if part.layer is not None}
+        balance: BalanceObserver = self.balancer.begin_micro_batch(index, valid_by_layer=by_layer)
+        observer = Observers(balance, self.qk_clip) if self.qk_clip is not None else balance
+        return Context(cu_seqlens=batch.cu_seqlens, observer=observer, recompute=self.config.train.recompute)
+
+    @torch.no_grad()
+    def evaluate(self) -> Iterator[dict[str, Any]]:
+        """Yield a validation row, a probe row and a sample row; changes nothing about training."""
+        data, settings = self.config.data, self.config.train
+        self.model.eval()
+        score = bits_per_byte(
+            self.model, self.corpus, sequence_length=data.sequence_length, limit=self._evaluation_limit()
+        )
+        self.validation = score.bits_per_byte
+        yield {
+            "kind": "validation",
+            "step": self.step,
+            "loss": score.nats_per_token,
+            "bits_per_byte": score.bits_per_byte,
+            "bytes": score.bytes,
+        }
+        batch = next(iter(self.corpus.evaluation("validation", data.sequence_length, 2, limit=2))).batch
+        batch = _to(batch, self.device)
+        yield probe(self.model, batch.tokens, batch.cu_seqlens, self.step)
+        yield self.samples.row(self.model, self.step, seed=settings.seed)
+        self.model.train()
+
+    def _evaluation_limit(self) -> int | None:
+        """Validation windows to score now: a spread during training, all of them at the end."""
+        return None if self.step >= self.config.train.steps else self.config.train.eval_sequences
+
+    def save(self) -> Path:
+        """Write a checkpoint of the current step."""
+        balance = self.balancer.state_dict()
+        averages = balance.pop("averages", {})
+        trainer = {
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "bits_per_byte": self.validation,
+            "loader": self.loader.state_dict(),
+            "balance": balance,
+            "tensors": averages,
+        }
+        return save_checkpoint(
+            self.directory,
+            self.step,
+            self.model,
+            self.optimizer.state_dict(),
+            trainer,
+            keep=self.config.train.keep_checkpoints,
+        )
+
+    def _resume(self, checkpoint: Path) -> None:
+        saved = load_checkpoint(checkpoint, self.model)
+        self.optimizer.load_state_dict(saved.optimizer)
+        state = saved.trainer
+        self.loader.load_state_dict(state["loader"])
+        averages = {"averages": state["tensors"]} if state["tensors"] or "qb" in state["balance"]["kind"] else {}
+        self.balancer.load_state_dict(state["balance"] | averages)
+        self.step, self.tokens, self.seconds = saved.step, state["tokens"], state["seconds"]
+        self.validation = state["bits_per_byte"]
+
+
+def fit_to_time(
+    config: RunConfig, corpus: Corpus, directory: str | Path, seconds: float, trial_steps: int = 4
+) -> RunConfig:
+    """Return *config* with as many steps as fit into *seconds* on this machine, measured on a throw-away model.
+
+    Args:
+        config: the run; only ``train.steps`` changes.
+        corpus: the run's corpus.
+        directory: a scratch directory.
+        seconds: training time to aim for, evaluation included.
+        trial_steps: steps to time after one to warm up.
+    """
+    trial = Trainer(config, corpus, directory)
+    rows = [trial.train_step() for _ in range(trial_steps + 1)][1:]
+    pace = sorted(rows[i]["seconds"] - (rows[i - 1]["seconds"] if i else 0) for i in range(1, len(rows)))
+    step_seconds = pace[len(pace) // 2]
+    started = time.perf_counter()
+    list(trial.evaluate())
+    evaluation = (time.perf_counter() - started) / config.train.eval_every
+    steps = max(20, math.floor(seconds / (step_seconds + evaluation)))
+    return replace(config, train=replace(config.train, steps=steps))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"train.device is {name!r}, which this machine does not offer: {error}") from error
+    return device
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    if device.type == "cpu":
+        return batch
+    moved = {name: getattr(batch, name).to(device) for name in ("tokens", "targets", "loss_weight", "cu_seqlens")}
+    return replace(batch, **moved)
+
+
+def _norms(report: StepReport) -> dict[str, Any]:
+    return {
+        "grad_norm": report.grad_norm["all"],
+        "grad_norm_router": report.grad_norm["routers"],
+        "grad_norm_embedding": report.grad_norm["embeddings"],
+        "update_rms": report.update_rms,
+        "skipped": report.skipped,
+    }
+
+
+def _balance_row(balance: LayerBalance) -> dict[str, Any]:
+    total = sum(balance.loads)
+    return {
+        "max_violation": balance.max_violation,
+        "cv": balance.load_cv,
+        "dead": balance.dead,
+        "bias_range": balance.bias_range,
+        "max_occupancy": balance.occupancy,
+        "load": [round(load / total, 6) for load in balance.loads],
+    }
+
+
+@contextmanager
+def _polite_interrupt() -> Iterator[list[int]]:
+    """Turn the first Ctrl-C or SIGTERM into an entry of the yielded list; a second Ctrl-C interrupts at once."""
+    seen: list[int] = []
+
+    def remember(number: int, frame: object) -> None:
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(number)
+
+    try:
+        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: leave signals to whoever owns it
+        yield seen
+        return
+    try:
+        yield seen
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
