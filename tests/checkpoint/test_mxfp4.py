@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.checkpoint.mxfp4 import CODES, RULES, PackedWeight, decode, encode
+from tercet.checkpoint.layouts import RULES
+from tercet.checkpoint.mxfp4 import CODES, PackedWeight, decode, encode
 from tercet.errors import CheckpointError, ConfigError, NumericsError, ShapeError
 
 WORKED = """0.11 -0.02 0.30 -0.45 0.07 0 -0.16 0.75 0.05 -0.09 0.21 0.04 -0.33 0.12 -0.01 0.26 0.02 0.03 -0.04 0.055

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from checkpoint_miniatures import MINIATURE, MINIATURES
 
-from tercet.checkpoint.layouts import LAYOUTS
-from tercet.checkpoint.published_config import natural_layout, read_config, write_config
+from tercet.checkpoint.layouts import LAYOUTS, natural_layout
+from tercet.checkpoint.published_config import read_config, write_config
 from tercet.checkpoint.vision import PUBLISHED_VISION
 from tercet.errors import ConfigError
 from tercet.presets import k3_model, kimi_linear_48b_model
@@ -30,7 +30,7 @@ def test_round_trip(name: str) -> None:
         assert published.model == model
         assert published.layout is LAYOUTS[name]
         assert published.vision == vision
-        assert natural_layout(model) == name
+        assert natural_layout(model).name == name
 
 
 def test_published_values() -> None:

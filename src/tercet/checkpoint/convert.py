@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tercet.checkpoint.base import Base
-from tercet.checkpoint.layouts import Layout, StoredTensor
-from tercet.checkpoint.mxfp4 import PackedWeight, Rule, encode
+from tercet.checkpoint.layouts import Layout, Rule, StoredTensor
+from tercet.checkpoint.mxfp4 import PackedWeight, encode
 from tercet.checkpoint.progress import byte_progress
 from tercet.checkpoint.published_config import write_config
 from tercet.checkpoint.weights import Weight

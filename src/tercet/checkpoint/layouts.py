@@ -18,15 +18,21 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
-from tercet.checkpoint.vision import PROJECTOR, vision_tensors
+from tercet.checkpoint.vision import PROJECTOR, PUBLISHED_VISION, vision_tensors
 from tercet.checkpoint.weights import Weight, weights
 from tercet.config import ModelConfig
 from tercet.errors import ConfigError, nearest
 
 GROUP = 32
 """Consecutive inputs that share one MXFP4 scale."""
+
+Rule = Literal["even", "floor", "rceil"]
+"""How the scale of an MXFP4 block follows from its largest value; see `mxfp4`."""
+
+RULES: tuple[Rule, ...] = get_args(Rule)
+"""The first is the default."""
 
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "U16": 2, "I16": 2, "F16": 2, "BF16": 2,
@@ -190,6 +196,17 @@ def layout(name: str) -> Layout:
     if name not in LAYOUTS:
         raise ConfigError(f"unknown layout {name!r}{nearest(name, LAYOUTS)}")
     return LAYOUTS[name]
+
+
+def natural_layout(config: ModelConfig) -> Layout:
+    """Return the published layout whose family *config* belongs to."""
+    return LAYOUTS["k3" if config.attn_res_block_size is not None else "kimi-linear"]
+
+
+def published_vision(config: ModelConfig) -> dict[str, Any] | None:
+    """Return the released vision settings for the text model they belong to, else None."""
+    k3 = natural_layout(config).name == "k3" and config.hidden_size == PUBLISHED_VISION["text_hidden_size"]
+    return PUBLISHED_VISION if k3 else None
 
 
 @dataclass(frozen=True)

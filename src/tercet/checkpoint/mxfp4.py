@@ -17,17 +17,13 @@ Shape suffixes: O outputs, I inputs, P packed bytes (I/2), G groups (I/32).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from jaxtyping import Float, UInt8
 from torch import Tensor
 
-from tercet.checkpoint.layouts import GROUP
+from tercet.checkpoint.layouts import GROUP, RULES, Rule
 from tercet.errors import CheckpointError, ConfigError, NumericsError, ShapeError
-
-Rule = Literal["even", "floor", "rceil"]
-RULES: tuple[Rule, ...] = get_args(Rule)
 
 CODES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes of codes 0–7; codes 8–15 are their negatives, so 8 is −0."""

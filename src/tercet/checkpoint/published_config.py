@@ -473,8 +473,3 @@ def check_expressible(chosen: Layout, model: ModelConfig) -> None:
         raise ConfigError(
             f"the {chosen.name} layout cannot hold this model because of: {', '.join(wrong)}; try {other!r}"
         )
-
-
-def natural_layout(model: ModelConfig) -> str:
-    """Return the published layout whose family *model* belongs to."""
-    return "k3" if model.attn_res_block_size is not None else "kimi-linear"

@@ -14,10 +14,8 @@ from pathlib import Path
 from tercet.checkpoint.base import Base
 from tercet.checkpoint.convert import Experts, plan, planned_data, write_published
 from tercet.checkpoint.directory import SINGLE_NAME, CheckpointDirectory
-from tercet.checkpoint.layouts import LAYOUTS, layout
-from tercet.checkpoint.mxfp4 import Rule
+from tercet.checkpoint.layouts import LAYOUTS, Rule, layout, natural_layout
 from tercet.checkpoint.progress import byte_progress
-from tercet.checkpoint.published_config import natural_layout
 from tercet.checkpoint.writer import new_directory, write_shard
 from tercet.config import RunConfig
 from tercet.data import Tokenizer
@@ -115,7 +113,7 @@ def export_checkpoint(
         CheckpointError, ConfigError, StorageError: see `write_published`.
     """
     directory = CheckpointDirectory.open(source)
-    chosen = layout(layout_name or natural_layout(directory.model))
+    chosen = layout(layout_name) if layout_name else natural_layout(directory.model)
     found = find_base(directory, base)
     if found is not None and base is None and found.layout is not chosen:
         found = None  # the caller asked for another family of layouts than the run came from
