@@ -174,8 +174,8 @@ def gradient_norms(run: Run) -> Panel:
         "gradients",
         "Gradient norms",
         chart([line for line in lines if line.xs], rules=limit, logarithmic=True),
-        f"Before clipping, on a logarithmic axis{', clipped above the dashed line' if limit else ''}. Per-head Muon and QK-Clip are there to keep this free of spikes "
-        f"(report §2.5). {' '.join(events)}".strip(),
+        f"Before clipping{', which acts above the dashed line' if limit else ''}; the axis is logarithmic. Per-head "
+        f"Muon and QK-Clip are there to keep this free of spikes (report §2.5). {' '.join(events)}".strip(),
     )
 
 
