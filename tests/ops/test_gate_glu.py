@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from numerics import assert_same, relative_error
+from tercet.errors import ShapeError
 from tercet.ops import kda_gate, situ_glu, swiglu, use_tier
 
 
@@ -121,3 +122,13 @@ def test_padded_rows_stay_exactly_zero():
 def test_swiglu_formula():
     tensors = [torch.randn(4, 6, dtype=torch.float64) for _ in "gu"]
     assert_same(swiglu, lambda g, u: g / (1 + (-g).exp()) * u, tensors, 1e-13)
+
+
+def test_wrong_shapes():
+    z = torch.zeros(2, 3, 4)
+    for A_log, bias in (((4,), (3, 4)), ((1,), (3, 4)), ((3, 1), (3, 4)), ((3,), (12,)), ((3,), (1, 4))):
+        with pytest.raises(ShapeError, match="kda_gate takes"):
+            kda_gate(z, torch.zeros(A_log), torch.zeros(bias))
+    for function in (situ_glu, swiglu):
+        with pytest.raises(ShapeError, match="of one shape"):
+            function(z, z[:1])

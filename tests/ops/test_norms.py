@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from numerics import assert_same, relative_error
+from tercet.errors import ShapeError
 from tercet.ops import gated_rms_norm, l2_norm, rms_norm, use_tier
 
 TIERS = pytest.mark.parametrize("tier", ["reference", "torch"])
@@ -96,3 +97,14 @@ def test_gradcheck(tier):
     with use_tier(tier):
         assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, eps=1e-5), (x, w))
         assert torch.autograd.gradcheck(l2_norm, (x,))
+
+
+def test_wrong_shapes():
+    x = torch.zeros(3, 4)
+    for weight in (torch.zeros(1), torch.zeros(3), torch.zeros(1, 4)):
+        with pytest.raises(ShapeError, match="as wide as the rows"):
+            rms_norm(x, weight, eps=1e-5)
+        with pytest.raises(ShapeError, match="as wide as the rows"):
+            gated_rms_norm(x, x, weight, eps=1e-5)
+    with pytest.raises(ShapeError, match="of one shape"):
+        gated_rms_norm(x, x[:1], torch.zeros(4), eps=1e-5)

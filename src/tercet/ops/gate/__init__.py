@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from tercet.errors import ShapeError
 from tercet.ops.registry import Operator
 
 
@@ -39,5 +40,11 @@ def kda_gate(
         A_log: one scalar per head (never per channel).
         dt_bias: added before the slope ``e^A`` multiplies.
         lower_bound: floor of the bounded gate, nats per token.
+
+    Raises:
+        ShapeError: A_log is not one value a head, or dt_bias not one value a channel.
     """
+    if z.ndim < 2 or A_log.shape != z.shape[-2:-1] or dt_bias.shape != z.shape[-2:]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (z, A_log, dt_bias))
+        raise ShapeError(f"kda_gate takes z [..., heads, key], A_log [heads], dt_bias [heads, key]; got {shapes}")
     return _gate(z, A_log, dt_bias, lower_bound=lower_bound)

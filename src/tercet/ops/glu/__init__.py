@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
+from tercet.errors import ShapeError
 from tercet.ops.registry import Operator
 
 Activation = Literal["situ", "silu"]
@@ -63,6 +64,11 @@ def _situ_torch(gate: Tensor, up: Tensor, *, beta: float, linear_beta: float) ->
 _situ = Operator("situ_glu", situ_glu_reference, _situ_torch, "tercet.ops.glu.triton_")
 
 
+def _check(gate: Tensor, up: Tensor) -> None:
+    if gate.shape != up.shape:
+        raise ShapeError(f"a GLU takes gate and up of one shape, got {tuple(gate.shape)} and {tuple(up.shape)}")
+
+
 def situ_glu(
     gate: Float[Tensor, "*shape"],
     up: Float[Tensor, "*shape"],
@@ -77,10 +83,19 @@ def situ_glu(
         up: pre-activation of the up projection.
         beta: β₁, the bound of the gate branch.
         linear_beta: β₂, the bound of the linear branch.
+
+    Raises:
+        ShapeError: the two halves differ in shape.
     """
+    _check(gate, up)
     return _situ(gate, up, beta=beta, linear_beta=linear_beta)
 
 
 def swiglu(gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return ``SiLU(g) · u`` (Kimi-Linear)."""
+    """Return ``SiLU(g) · u`` (Kimi-Linear).
+
+    Raises:
+        ShapeError: the two halves differ in shape.
+    """
+    _check(gate, up)
     return F.silu(gate) * up

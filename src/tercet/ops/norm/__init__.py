@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from tercet.errors import ShapeError
 from tercet.ops.registry import Operator
 
 
@@ -45,8 +46,18 @@ def _rms_norm_torch(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 _rms_norm = Operator("rms_norm", _rms_norm_reference, _rms_norm_torch)
 
 
+def _check_weight(x: Tensor, weight: Tensor) -> None:
+    if x.ndim < 1 or weight.shape != x.shape[-1:]:
+        raise ShapeError(f"a norm's weight must be as wide as the rows, got {tuple(weight.shape)} for {tuple(x.shape)}")
+
+
 def rms_norm(x: Float[Tensor, "*lead dim"], weight: Float[Tensor, dim], *, eps: float) -> Float[Tensor, "*lead dim"]:
-    """Return ``x / sqrt(mean(x²) + eps)`` in fp32, **cast to x's dtype, then** times weight (no ``1 + w``)."""
+    """Return ``x / sqrt(mean(x²) + eps)`` in fp32, **cast to x's dtype, then** times weight (no ``1 + w``).
+
+    Raises:
+        ShapeError: weight is not as wide as x's rows.
+    """
+    _check_weight(x, weight)
     return _rms_norm(x, weight, eps=eps)
 
 
@@ -65,7 +76,14 @@ def gated_rms_norm(
     *,
     eps: float,
 ) -> Float[Tensor, "*lead dim"]:
-    """Return ``RMSNorm(o) · weight · σ(gate)``: norm first, then the gate; all in fp32, one cast (report eq. 6)."""
+    """Return ``RMSNorm(o) · weight · σ(gate)``: norm first, then the gate; all in fp32, one cast (report eq. 6).
+
+    Raises:
+        ShapeError: gate differs from o in shape, or weight is not as wide as their rows.
+    """
+    if gate.shape != o.shape:
+        raise ShapeError(f"gated_rms_norm takes o and gate of one shape, got {tuple(o.shape)} and {tuple(gate.shape)}")
+    _check_weight(o, weight)
     return _gated(o, gate, weight, eps=eps)
 
 
