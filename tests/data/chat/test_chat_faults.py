@@ -221,6 +221,17 @@ def test_A08_no_field_produces_control_tokens(byte_tokenizer, text) -> None:
         assert controls[0] == controls[1]
 
 
+def test_A08_a_tokenizer_that_reads_markers_in_text_is_caught() -> None:
+    class Gullible(Tokenizer):
+        def encode(self, text: str, allow_special: bool = False) -> list[int]:
+            return super().encode(text, allow_special=True)
+
+    tokenizer = Gullible({bytes([value]): value for value in range(256)})
+    encoded(Conversation((Message("user", "harmless"),)), tokenizer)
+    with pytest.raises(DataError, match="ordinary text must map to ordinary ids"):
+        encoded(Conversation((Message("user", "a<|open|>b"),)), tokenizer)
+
+
 @pytest.mark.parametrize("spelling", ["<|open|>", PLACEHOLDER])
 def test_A08_prompt_tokens_are_those_of_ordinary_text(published_tokenizer, spelling) -> None:
     """A message costs exactly the ids of its text, encoded as text."""

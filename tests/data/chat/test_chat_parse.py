@@ -77,6 +77,7 @@ TABLE = [
     ("R" + closed("response") + ENDING, "R", "", [], "stop"),
     ("R" + closed("response") + ANSWER + ENDING, "R", "T", [], "stop"),
     ("R" + closed("response") + TOOLS + ENDING, "R", "", [F], "tool_calls"),
+    ("R" + closed("response") + "T" + ENDING, "R", "T", [], "stop"),
     # other terminators of the answer
     (THOUGHT + opened("response") + "T" + closed("message") + END, "R", "T", [], "stop"),
     (THOUGHT + opened("response") + "T" + END, "R", "T", [], "stop"),
@@ -92,7 +93,7 @@ TABLE = [
     ("R", "R", "", [], "length"),
     ("", "", "", [], "length"),
     ("R" + CLOSE, "R", "", [], "length"),
-    ("R" + CLOSE + "thi", "R", "", [], "length"),
+    ("R" + CLOSE + "th", "R", "", [], "length"),
     (THOUGHT + OPEN + "resp", "R", "", [], "length"),
     (THOUGHT + OPEN + "responseT", "R", "T", [], "length"),
     (THOUGHT + opened("response") + "T" + CLOSE, "R", "T", [], "length"),

@@ -48,7 +48,7 @@ BAD = [
     ({"messages": [3]}, "messages[0]", "must be an object"),
     ({"messages": [{"content": "x"}]}, "messages[0].role", "got nothing"),
     ({"messages": [{"role": "developer", "content": "x"}]}, "messages[0].role", "'developer'"),
-    ({"messages": [{"role": "asistant", "content": "x"}]}, "messages[0].role", "did you mean 'assistant'"),
+    ({"messages": [{"role": "users", "content": "x"}]}, "messages[0].role", "did you mean 'user'"),
     ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role", "must be one of"),
     ({"messages": [{"role": "user"}]}, "messages[0].content", "is missing"),
     ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content", "string or a list of parts"),
@@ -276,3 +276,12 @@ def test_check_chat_command(tmp_path, capsys) -> None:
     out = capsys.readouterr().out
     assert f"{bad}:1: messages: has no assistant message" in out
     assert "… and 2 more" in out
+
+
+def test_the_documented_lines_are_good(tmp_path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "chat.md").read_text(encoding="utf-8")
+    lines = page.split("```jsonl\n")[1].split("```")[0]
+    (tmp_path / "doc.jsonl").write_text(lines, encoding="utf-8")
+    report = check_chat([tmp_path / "doc.jsonl"])
+    assert report.ok, [str(problem) for problem in report.problems]
+    assert report.conversations == 3
