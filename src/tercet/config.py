@@ -266,6 +266,9 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype of the large matrix products; auto is bfloat16 on a GPU and float32 on a CPU."""
     device: str = "auto"
+    workers: int = 0
+    """Micro-batches computed side by side on a CPU, one core each; 0 takes as many as there are cores. Two cores that
+    share every operation wait for each other thousands of times a step; two that have a micro-batch each, once."""
     recompute: bool = False
     """Recompute each decoder layer in the backward pass instead of keeping its activations."""
     mtp_weight: float = 0.3

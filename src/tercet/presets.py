@@ -219,7 +219,7 @@ def _tiny() -> RunConfig:
         model=tiny_model(),
         data=DataConfig(sequence_length=512, batch_sequences=8),
         optim=OptimConfig(lr=4e-3),
-        train=TrainConfig(steps=300, micro_batch_sequences=8, eval_every=50, checkpoint_every=100),
+        train=TrainConfig(steps=300, micro_batch_sequences=4, eval_every=50, checkpoint_every=100),
     )
 
 

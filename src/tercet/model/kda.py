@@ -28,10 +28,10 @@ class KimiDeltaAttention(nn.Module):
         super().__init__()
         kda = config.kda
         self.kda, self.layer = kda, layer
-        for name in ("q_proj", "k_proj", "v_proj"):
-            self.add_module(name, linear(config.hidden_size, kda.width))
-        for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
-            self.add_module(name, ShortConv(kda.width, kda.short_conv_kernel_size))
+        self.q_proj, self.k_proj, self.v_proj = (linear(config.hidden_size, kda.width) for _ in range(3))
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (
+            ShortConv(kda.width, kda.short_conv_kernel_size) for _ in range(3)
+        )
         self.f_a_proj = linear(config.hidden_size, kda.head_dim)
         self.f_b_proj = linear(kda.head_dim, kda.width)
         self.A_log = nn.Parameter(torch.empty(kda.num_heads))
@@ -52,18 +52,14 @@ class KimiDeltaAttention(nn.Module):
         kda, lead = self.kda, x.shape[:2]
         state = context.states[self.layer] if context.states is not None else None
         assert state is None or isinstance(state, KDAState)
-        pasts = state.conv.split(kda.width, dim=-1) if state is not None else (None, None, None)
-        rows, tails = [], []
-        for name, past in zip("qkv", pasts):
-            projected = self.get_submodule(f"{name}_proj")(x)
-            weight = self.get_parameter(f"{name}_conv1d.weight")
-            y, tail = short_conv(projected, weight, state=past, cu_seqlens=context.cu_seqlens)
-            rows.append(y.view(*lead, kda.num_heads, kda.head_dim))
-            tails.append(tail)
+        projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
+        filters = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        past = state.conv if state is not None else None
+        rows, tail = short_conv(projected, filters, state=past, cu_seqlens=context.cu_seqlens)
+        q, k, v = (part.view(*lead, kda.num_heads, kda.head_dim) for part in rows.split(kda.width, dim=-1))
         z = self.f_b_proj(self.f_a_proj(x)).view(*lead, kda.num_heads, kda.head_dim)
         dt_bias = self.dt_bias.view(kda.num_heads, kda.head_dim)
         context.observer.decay(self.layer, z, self.A_log, dt_bias, kda.gate_lower_bound)
-        q, k, v = rows
         o, matrix = fused_kda(
             q,
             k,
@@ -77,7 +73,7 @@ class KimiDeltaAttention(nn.Module):
             cu_seqlens=context.cu_seqlens,
         )
         if state is not None:
-            state.conv, state.recurrent = torch.cat(tails, dim=-1), matrix
+            state.conv, state.recurrent = tail, matrix
         gate = (self.g_proj(x) if kda.full_rank_gate else self.g_b_proj(self.g_a_proj(x))).view_as(o)
         o = gated_rms_norm(o, gate, self.o_norm.weight, eps=self.o_norm.eps)
         return self.o_proj(o.flatten(2).to(x.dtype))

@@ -17,15 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tercet.config import RunConfig
 from tercet.data import Corpus, Loader
 from tercet.data.batch import Batch
 from tercet.errors import ConfigError
 from tercet.eval.compression import bits_per_byte
-from tercet.model import CausalLM, Context, build, to_compute_dtype
+from tercet.model import CausalLM, Context, Observer, build, to_compute_dtype
 from tercet.train.balance import balancer_for
-from tercet.train.balance.balancer import BalanceObserver, LayerBalance
+from tercet.train.balance.balancer import LayerBalance
 from tercet.train.checkpoint import (
     check_same_run,
     checkpoints,
@@ -43,6 +44,7 @@ from tercet.train.progress import Progress
 from tercet.train.qk_clip import QKClip
 from tercet.train.samples import Samples
 from tercet.train.schedule import learning_rate
+from tercet.train.workers import Workers
 from tercet.util.memory import keep_freed_memory
 
 
@@ -98,6 +100,7 @@ class Trainer:
         self.balancer = balancer_for(self.model, config.balance)
         self.qk_clip = QKClip(config.model, config.optim.qk_clip) if config.optim.qk_clip is not None else None
         self.components = components(self.model, settings)
+        self.workers = Workers(_worker_count(config, self.device))
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.validation: float | None = None
         self.samples = Samples(corpus)
@@ -176,28 +179,44 @@ class Trainer:
         }
 
     def _forward_backward(self, batches: Sequence[Batch], progress: float) -> dict[str, float | None]:
-        """Accumulate the gradient of the whole step's mean loss; returns the mean of every component."""
+        """Accumulate the gradient of the whole step's mean loss; returns the mean of every component.
+
+        Micro-batches may run side by side; their gradients are added in the order of the micro-batches all the same.
+        """
         parts = [(part, part.factor(progress)) for part in self.components]
         totals = {part.name: max(1.0, float(sum(part.weight(batch) for batch in batches))) for part, _ in parts}
         losses: dict[str, float | None] = {"loss": None, "mtp_loss": None}
-        for index, batch in enumerate(batches):
+        parameters = list(self.model.parameters())
+
+        def micro_step(index: int) -> tuple[tuple[Tensor | None, ...], dict[str, float]]:
+            batch = batches[index]
             context = self._context(batch, index)
             features = self.model.features(batch.tokens[None], context)
-            loss = torch.zeros((), device=self.device)
-            for part, factor in parts:
-                value = part.total(self.model, batch, features, context, factor / totals[part.name])
-                losses[part.name] = (losses[part.name] or 0.0) + float(value.detach()) / factor
-                loss = loss + value
+            values = {
+                part.name: part.total(self.model, batch, features, context, factor / totals[part.name])
+                for part, factor in parts
+            }
+            loss = torch.stack(list(values.values())).sum()
             if (auxiliary := self.balancer.auxiliary_loss()) is not None:
                 loss = loss + auxiliary / len(batches)
-            loss.backward()
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            return gradients, {part.name: float(values[part.name].detach()) / factor for part, factor in parts}
+
+        for gradients, values in self.workers.map(micro_step, range(len(batches))):
+            for parameter, gradient in zip(parameters, gradients):
+                if gradient is not None:
+                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             self.optimizer.accumulate()
+            for name, value in values.items():
+                losses[name] = (losses[name] or 0.0) + value
         return losses
 
     def _context(self, batch: Batch, index: int) -> Context:
         by_layer = {part.layer: part.valid(batch) for part in self.components if part.layer is not None}
-        balance: BalanceObserver = self.balancer.begin_micro_batch(index, valid_by_layer=by_layer)
-        observer = Observers(balance, self.qk_clip) if self.qk_clip is not None else balance
+        watching: list[Observer] = [self.balancer.begin_micro_batch(index, valid_by_layer=by_layer)]
+        if self.qk_clip is not None:
+            watching.append(self.qk_clip)
+        observer = Observers(*watching, lock=self.workers.lock)
         return Context(cu_seqlens=batch.cu_seqlens, observer=observer, recompute=self.config.train.recompute)
 
     @torch.no_grad()
@@ -252,7 +271,7 @@ class Trainer:
         self.optimizer.load_state_dict(saved.optimizer)
         state = saved.trainer
         self.loader.load_state_dict(state["loader"])
-        averages = {"averages": state["tensors"]} if state["tensors"] or "qb" in state["balance"]["kind"] else {}
+        averages = {"averages": state["tensors"]} if state["tensors"] else {}
         self.balancer.load_state_dict(state["balance"] | averages)
         self.step, self.tokens, self.seconds = saved.step, state["tokens"], state["seconds"]
         self.validation = state["bits_per_byte"]
@@ -290,6 +309,14 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"train.device is {name!r}, which this machine does not offer: {error}") from error
     return device
+
+
+def _worker_count(config: RunConfig, device: torch.device) -> int:
+    """Cores to give a micro-batch each: one on a GPU, and for `aux`, whose term belongs to the pass under way."""
+    if device.type != "cpu" or config.balance.kind == "aux":
+        return 1
+    micro_batches = config.data.batch_sequences // config.train.micro_batch_sequences
+    return min(config.train.workers or torch.get_num_threads(), micro_batches)
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
 _LARGEST_MMAP_THRESHOLD = 1 << 25
 _NEVER_TRIM = (1 << 31) - 1
 
@@ -22,4 +22,5 @@ def keep_freed_memory() -> bool:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
     except (OSError, AttributeError):  # musl and others
         return False
-    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD) and mallopt(_TRIM_THRESHOLD, _NEVER_TRIM))
+    wanted = ((_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_TRIM_THRESHOLD, _NEVER_TRIM), (_ARENA_MAX, 1))
+    return all([mallopt(name, value) for name, value in wanted])

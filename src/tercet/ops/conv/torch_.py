@@ -1,9 +1,9 @@
 """The short convolution over all packed sequences at once, with its own backward.
 
-Every sequence is preceded by its ``taps − 1`` history rows in one extended array; tap j of token t is then row
-``slot(t) + j``. When all sequences have one length the extended array is a plain ``[N, taps − 1 + L, C]`` view.
+Every sequence is preceded by its ``taps − 1`` history rows in one extended array, so a tap is the whole array shifted:
+it never reaches another sequence's tokens, and the rows computed at history positions are not read.
 
-Shapes: N sequences, L tokens a sequence, C channels, J taps.
+Shapes: T flat tokens, X extended rows, C channels, J taps.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ class _ShortConv(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, state: Tensor | None, lengths: tuple[int, ...]) -> Any:
         taps = weight.shape[-1]
         token, past, newest = _layout(lengths, taps - 1, x.device)
-        extended = x.new_zeros(x.shape[0] + past.numel(), x.shape[1])
+        extended = x.new_empty(x.shape[0] + past.numel(), x.shape[1])
         extended[token] = x
-        if state is not None:
-            extended[past.flatten()] = state.flatten(0, 1).to(x.dtype)
+        extended[past.flatten()] = x.new_zeros(()) if state is None else state.flatten(0, 1).to(x.dtype)
         compute = torch.promote_types(x.dtype, torch.float32)
         w_JC = weight[:, 0].t().to(compute).contiguous()
-        total = _filter(extended.to(compute), w_JC, token, lengths)
+        wide, rows = extended.to(compute), len(extended) - taps + 1
+        total_XC = wide[taps - 1 :] * w_JC[taps - 1]
+        for j in range(taps - 1):
+            total_XC.addcmul_(wide[j : j + rows], w_JC[j])
+        total = total_XC.index_select(0, token - taps + 1)
         ctx.save_for_backward(extended, w_JC, total)
         ctx.lengths, ctx.dtypes, ctx.has_state = lengths, (x.dtype, weight.dtype), state is not None
-        y = (total * torch.sigmoid(total)).to(x.dtype)
-        final = extended[newest]
-        return y, final
+        return (total * torch.sigmoid(total)).to(x.dtype), extended[newest]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
@@ -51,34 +52,21 @@ class _ShortConv(torch.autograd.Function):
         taps = w_JC.shape[0]
         token, past, newest = _layout(ctx.lengths, taps - 1, total.device)
         sigmoid = torch.sigmoid(total)
-        d_total = grads[0].to(total.dtype) * (sigmoid * (1 + total * (1 - sigmoid)))
-        d_extended = torch.zeros_like(extended, dtype=total.dtype)
+        slope = (1 - sigmoid).mul_(total).add_(1).mul_(sigmoid)
+        wide, rows = extended.to(total.dtype), len(extended) - taps + 1
+        d_total = total.new_zeros(rows, total.shape[1])
+        d_total[token - taps + 1] = slope.mul_(grads[0])
+        d_extended = torch.zeros_like(wide)
         d_weight = torch.empty_like(w_JC)
-        wide = extended.to(total.dtype)
         for j in range(taps):
-            rows = token - (taps - 1 - j)
-            d_weight[j] = (d_total * wide[rows]).sum(0)
-            d_extended.index_add_(0, rows, d_total * w_JC[j])
+            d_extended[j : j + rows].addcmul_(d_total, w_JC[j])
+            d_weight[j] = torch.linalg.vecdot(d_total, wide[j : j + rows], dim=0)
         if grads[1] is not None:
             d_extended.index_add_(0, newest.flatten(), grads[1].to(total.dtype).flatten(0, 1))
         x_dtype, weight_dtype = ctx.dtypes
         d_state = d_extended[past].to(x_dtype) if ctx.has_state else None
-        return d_extended[token].to(x_dtype), d_weight.t()[:, None].to(weight_dtype), d_state, None
-
-
-def _filter(extended: Tensor, w_JC: Tensor, token: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    taps = w_JC.shape[0]
-    if len(set(lengths)) == 1:
-        length = lengths[0]
-        view = extended.view(len(lengths), taps - 1 + length, extended.shape[1])
-        total = view[:, taps - 1 :] * w_JC[taps - 1]
-        for j in range(taps - 1):
-            total.addcmul_(view[:, j : j + length], w_JC[j])
-        return total.flatten(0, 1)
-    total = extended[token] * w_JC[taps - 1]
-    for j in range(taps - 1):
-        total.addcmul_(extended[token - (taps - 1 - j)], w_JC[j])
-    return total
+        d_x = d_extended.index_select(0, token).to(x_dtype)
+        return d_x, d_weight.t()[:, None].to(weight_dtype), d_state, None
 
 
 def short_conv(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
