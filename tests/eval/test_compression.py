@@ -33,7 +33,7 @@ def corpus(tmp_path_factory) -> Corpus:
     root = tmp_path_factory.mktemp("text")
     for n in range(12):
         (root / f"{n:02d}.txt").write_text(_text(n, 4 + 2 * n), encoding="utf-8")
-    return prepare([root], root / "corpus", vocab_size=512, validation=0.3)
+    return prepare([root], root / "corpus", vocab_size=560, validation=0.3)
 
 
 def _model(corpus: Corpus) -> CausalLM:
@@ -161,7 +161,7 @@ def test_bad_texts(corpus, uniform):
 
 
 def test_a_corpus_of_another_vocabulary_is_refused(corpus, tmp_path):
-    tokenizer = Tokenizer.train([_text(1, 50)], 512)
+    tokenizer = Tokenizer.train([_text(1, 50)], 560)
     assert tokenizer.vocab_size <= corpus.vocab_size
     config = replace(_model(corpus).config, vocab_size=corpus.vocab_size - 1)
     with pytest.raises(DataError, match="tokenizer"):

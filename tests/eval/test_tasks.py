@@ -165,7 +165,7 @@ def test_both_protocols_agree_on_a_model():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: _spec("recal"), "did you mean 'recall'"),
+        (lambda: _spec("recalls"), "did you mean 'recall'"),
         (lambda: _spec("copy", 7), "length 7"),
         (lambda: TaskSpec("copy", 20, (1, 2, 3)), "at least 6"),
         (lambda: TaskSpec("copy", 20, (1, 1, 2, 3, 4, 5)), "distinct"),
