@@ -124,6 +124,28 @@ def test_recomputation_changes_neither_gradients_nor_balance(config: RunConfig, 
         assert plain["balance"] == again["balance"]
 
 
+def test_workers_change_nothing(config: RunConfig, corpus: Corpus, tmp_path: Path) -> None:
+    """Two micro-batches at once on one core each, or one after the other on one core: the same bits."""
+    cores = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = []
+        for workers in (1, 2, 3):
+            split = change(config, micro_batch_sequences=2, workers=workers)
+            trainer = Trainer(split, corpus, tmp_path / str(workers))
+            rows.append([trainer.train_step() for _ in range(4)])
+    finally:
+        torch.set_num_threads(cores)
+    for one, *others in zip(*rows):
+        for other in others:
+            assert (one["loss"], one["mtp_loss"], one["grad_norm"]) == (
+                other["loss"],
+                other["mtp_loss"],
+                other["grad_norm"],
+            )
+            assert one["balance"] == other["balance"]
+
+
 def test_evaluation_leaves_training_untouched(config: RunConfig, corpus: Corpus, tmp_path: Path) -> None:
     quiet, watched = (Trainer(config, corpus, tmp_path / name) for name in ("quiet", "watched"))
     for _ in range(3):
