@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_miniatures import MINIATURE, editable, published
-from test_directory import SHARD_2, edit_shard
 
 from tercet.checkpoint.comparison import compare_layers, first_divergence
 from tercet.checkpoint.directory import CheckpointDirectory
@@ -17,6 +15,8 @@ from tercet.checkpoint.runs import import_checkpoint
 from tercet.checkpoint.weights import weights
 from tercet.cli.main import main
 from tercet.model.names import published_tensors
+from tests.checkpoint.miniatures import MINIATURE, editable, published
+from tests.checkpoint.test_directory import SHARD_2, edit_shard
 
 
 def tercet(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
@@ -156,3 +156,12 @@ def test_export_of_a_run_in_training_form(tmp_path: Path, capsys: pytest.Capture
     assert code == 0
     assert CheckpointDirectory.open(tmp_path / "with").vision is not None
     assert "verify" in text
+
+
+@pytest.mark.parametrize("name", ["tiny", "kimi-linear-48b", "k3"])
+def test_plan_and_index_agree_on_bytes(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    _, out, _ = tercet(capsys, "index", name, "--summary")
+    nbytes = out.split(" tensors, ")[1].split(" bytes")[0]
+    assert main(["plan", name]) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if "published files" in line)
+    assert f"{nbytes} B" in row

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_miniatures import MINIATURE, MINIATURES, editable, published
 from safetensors.torch import load_file, save_file
 
 from tercet.checkpoint.directory import CheckpointDirectory
@@ -17,6 +16,7 @@ from tercet.checkpoint.weights import weights
 from tercet.checkpoint.writer import INDEX_NAME
 from tercet.errors import CheckpointError, ConfigError
 from tercet.model import build
+from tests.checkpoint.miniatures import MINIATURE, MINIATURES, editable, published
 
 K3_EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.3.w1.weight"
 SHARD_2 = "model-00002-of-000007.safetensors"

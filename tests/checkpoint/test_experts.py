@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_miniatures import MINIATURE, published
 
 from tercet.checkpoint.convert import ModelSource, write_published
 from tercet.checkpoint.directory import CheckpointDirectory
@@ -17,6 +16,7 @@ from tercet.errors import ConfigError, ShapeError
 from tercet.model import CausalLM
 from tercet.model.moe import LatentMoE
 from tercet.ops import situ_glu
+from tests.checkpoint.miniatures import MINIATURE, published
 
 
 @pytest.mark.parametrize("ranks", [4, 16, 32])

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_miniatures import MINIATURES, published
 
 from tercet.checkpoint.convert import ModelSource, write_published
 from tercet.checkpoint.directory import CheckpointDirectory
@@ -17,6 +16,7 @@ from tercet.model import Context
 from tercet.model.layers import RMSNorm
 from tercet.model.mla import MultiHeadLatentAttention
 from tercet.model.moe import Experts
+from tests.checkpoint.miniatures import MINIATURES, published
 
 
 @pytest.mark.parametrize("name", ["k3", "kimi-linear"])

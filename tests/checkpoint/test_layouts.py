@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoint_miniatures import MINIATURES
 
 from tercet.checkpoint.layouts import LAYOUTS, index, layout, totals
 from tercet.checkpoint.vision import PUBLISHED_VISION, vision_tensors
@@ -15,6 +14,7 @@ from tercet.model import CausalLM
 from tercet.model.init import FP32_SUFFIXES
 from tercet.model.names import published_tensors
 from tercet.presets import k3_model, kimi_linear_48b_model, small_model, tiny_model
+from tests.checkpoint.miniatures import MINIATURES
 
 
 def test_k3_totals_are_the_published_ones() -> None:

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from checkpoint_miniatures import MINIATURE, MINIATURES
 
 from tercet.checkpoint.layouts import LAYOUTS, natural_layout
 from tercet.checkpoint.published_config import read_config, write_config
 from tercet.checkpoint.vision import PUBLISHED_VISION
 from tercet.errors import ConfigError
 from tercet.presets import k3_model, kimi_linear_48b_model
+from tests.checkpoint.miniatures import MINIATURE, MINIATURES
 
 
 def written(name: str, **top: Any) -> dict[str, Any]:

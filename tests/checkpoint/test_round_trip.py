@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_miniatures import MINIATURE, MINIATURES, editable, published
-from test_directory import SHARD_2, edit_shard
 
 from tercet.checkpoint import writer
 from tercet.checkpoint.base import Base
@@ -24,6 +22,8 @@ from tercet.data import Tokenizer
 from tercet.errors import CheckpointError, ConfigError, StorageError
 from tercet.model import CausalLM
 from tercet.model.names import published_tensors
+from tests.checkpoint.miniatures import MINIATURE, MINIATURES, editable, published
+from tests.checkpoint.test_directory import SHARD_2, edit_shard
 
 NAMES = ["k3", "kimi-linear"]
 

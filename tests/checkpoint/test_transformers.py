@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_miniatures import MINIATURES, published
 
-from numerics import relative_error
 from tercet.checkpoint.convert import ModelSource, write_published
 from tercet.checkpoint.directory import CheckpointDirectory
 from tercet.checkpoint.layouts import LAYOUTS
 from tercet.checkpoint.load import load_model
 from tercet.checkpoint.runs import export_checkpoint, import_checkpoint
+from tests.checkpoint.miniatures import MINIATURES, published
+from tests.numerics import relative_error
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.randint(0, 320, (2, 37), generator=torch.Generator().manual_seed(3))

@@ -11,6 +11,7 @@ import math
 from rich.console import Console
 from rich.table import Table
 
+from tercet.checkpoint.layouts import natural_layout, published_vision, totals
 from tercet.config import RunConfig
 from tercet.errors import ConfigError
 from tercet.model.sizes import Sizes, sizes
@@ -112,6 +113,9 @@ def _serving(config: RunConfig, counted: Sizes) -> Table:
     quantised = round(2 * (counted.total - experts) + experts * (0.5 + 1 / 32))
     table.add_row("weights in bf16", size(2 * counted.total))
     table.add_row("weights, routed experts in MXFP4", size(quantised))
+    chosen = natural_layout(config.model)
+    files = totals(chosen.stored(config.model, published_vision(config.model)))
+    table.add_row(f"published files, {chosen.name} layout", f"{files.nbytes:,} B")
     table.add_row("MLA cache per token, bf16", f"{counted.mla_cache_bytes():,} B")
     table.add_row("KDA state per sequence, fp32", size(counted.kda_state_bytes()))
     table.add_row("convolution rows per sequence, bf16", size(counted.conv_state_bytes()))
