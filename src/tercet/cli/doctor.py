@@ -20,7 +20,6 @@ from tercet.util.text import size
 
 OPTIONAL: dict[str, tuple[str, str]] = {
     "pyarrow": ("data", "parquet files"),
-    "matplotlib": ("report", "pictures in report.html"),
     "tensorboard": ("trackers", "TensorBoard logs"),
     "trackio": ("trackers", "trackio logs"),
     "wandb": ("trackers", "Weights & Biases logs"),
