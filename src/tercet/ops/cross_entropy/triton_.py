@@ -197,6 +197,7 @@ def _scale(values: Tensor, factor: Tensor) -> None:
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     _, losses, d_x, d_weight = output
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(losses, d_x, d_weight)
     ctx.save_for_backward(d_x, d_weight)
     ctx.needs = inputs[4:]
@@ -272,15 +273,17 @@ def _(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def _save_logprobs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, targets, ctx.temperature = inputs
     _, entropy, normaliser = output
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(normaliser)
     ctx.save_for_backward(x, weight, targets, entropy, normaliser)
 
 
 def _differentiate_logprobs(
-    ctx: Any, d_logprob: Tensor, d_entropy: Tensor, _: Any
+    ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: Any
 ) -> tuple[Tensor, Tensor, None, None]:
     x, weight, targets, entropy, normaliser = ctx.saved_tensors
-    d_x, d_weight = _logprobs_backward(x, weight, targets, ctx.temperature, entropy, normaliser, d_logprob, d_entropy)
+    pulls = [torch.zeros_like(entropy) if d is None else d for d in (d_logprob, d_entropy)]
+    d_x, d_weight = _logprobs_backward(x, weight, targets, ctx.temperature, entropy, normaliser, *pulls)
     return d_x, d_weight, None, None
 
 

@@ -267,6 +267,7 @@ def _(d_out: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     z, weights, _, w1, w2, w3, *ctx.settings = inputs
     _, *saved = output
+    ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(*saved)
     ctx.save_for_backward(z, weights, w1, w2, w3, *saved)
 

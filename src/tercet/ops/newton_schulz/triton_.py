@@ -75,15 +75,26 @@ def _gram_kernel(
 
 
 @triton.jit
+def _store_split(to, value, at, R: tl.constexpr):
+    """Store *value* as two matrices: what tf32 keeps of it, and the rest."""
+    high = (value.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+    tl.store(to + at, high)
+    tl.store(to + R * R + at, value - high)
+
+
+@triton.jit
 def _product(left, right, R: tl.constexpr, DEPTH: tl.constexpr):
-    """Return ``left @ right`` of two R × R fp32 matrices in memory, to fp32 accuracy."""
+    """Return ``left @ right`` of two R × R matrices in memory, each split into two tf32 parts; right is symmetric."""
     row = tl.arange(0, R)
     depth = tl.arange(0, DEPTH)
     total = tl.zeros([R, R], tl.float32)
-    for first in tl.range(0, R, DEPTH, num_stages=1):
-        a = tl.load(left + row[:, None] * R + first + depth[None, :])
-        b = tl.load(right + (first + depth[:, None]) * R + row[None, :])
-        total = tl.dot(a, b, total, input_precision="tf32x3")
+    for first in tl.range(0, R, DEPTH, num_stages=2):
+        at = row[:, None] * R + first + depth[None, :]
+        a_high, a_low = tl.load(left + at), tl.load(left + R * R + at)
+        b_high, b_low = tl.load(right + at), tl.load(right + R * R + at)
+        total = tl.dot(a_low, tl.trans(b_high), total, input_precision="tf32")
+        total = tl.dot(a_high, tl.trans(b_low), total, input_precision="tf32")
+        total = tl.dot(a_high, tl.trans(b_high), total, input_precision="tf32")
     return total
 
 
@@ -104,8 +115,8 @@ def _iterate_kernel(
     row = tl.arange(0, R)
     at = row[:, None] * R + row[None, :]
     unit = tl.where(row[:, None] == row[None, :], 1.0, 0.0)
-    A = scratch + n * 4 * R * R
-    P, Q, half = A + R * R, A + 2 * R * R, A + 3 * R * R
+    A = scratch + n * 8 * R * R
+    P, Q, half = A + 2 * R * R, A + 4 * R * R, A + 6 * R * R
     gram = tl.zeros([R, R], tl.float32)
     for s in range(slices):
         gram += tl.load(partial + (n * slices + s) * R * R + at)
@@ -113,24 +124,29 @@ def _iterate_kernel(
     if NORMALISE:
         scale = 1.0 / (tl.sqrt(tl.sum(tl.sum(gram * unit, 1), 0)) + 1e-7)
         gram = tl.where(scale > 0, gram * scale * scale, 0.0)
-    tl.store(A + at, gram)
-    tl.store(Q + at, unit)
+    _store_split(A, gram, at, R)
     for step in range(steps):
         tl.debug_barrier()
         a = tl.load(coefficients + 3 * step)
         b = tl.load(coefficients + 3 * step + 1)
         c = tl.load(coefficients + 3 * step + 2)
         p = _product(A, A, R, DEPTH) * c
-        p += unit * a + tl.load(A + at) * b
-        tl.store(P + at, p)
+        p += unit * a + (tl.load(A + at) + tl.load(A + R * R + at)) * b
+        if step == 0:
+            _store_split(Q, p, at, R)
+        if step + 1 < steps or step > 0:
+            _store_split(P, p, at, R)
         tl.debug_barrier()
-        tl.store(half + at, _product(P, A, R, DEPTH))
-        q = _product(P, Q, R, DEPTH)
-        tl.debug_barrier()
-        tl.store(Q + at, q)
-        tl.store(A + at, _product(P, half, R, DEPTH))
+        if step > 0:
+            q = _product(P, Q, R, DEPTH)
+            tl.debug_barrier()
+            _store_split(Q, q, at, R)
+        if step + 1 < steps:
+            _store_split(half, _product(P, A, R, DEPTH), at, R)
+            tl.debug_barrier()
+            _store_split(A, _product(P, half, R, DEPTH), at, R)
     tl.debug_barrier()
-    q = tl.load(Q + at) * scale
+    q = (tl.load(Q + at) + tl.load(Q + R * R + at)) * scale
     rounded = q.to(tl.bfloat16)
     tl.store(high + n * R * R + at, rounded)
     tl.store(low + n * R * R + at, (q - rounded.to(tl.float32)).to(tl.bfloat16))
@@ -147,24 +163,29 @@ def _apply_kernel(
     column_stride,
     rows,
     columns,
+    slice_columns,
     out_block_stride,
     out_row_stride,
     out_column_stride,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
     OPERAND: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    n = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * BLOCK
+    n, s = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    x += n * block_stride
+    out += n * out_block_stride
     row = tl.arange(0, R)
     at = n * R * R + row[:, None] * R + row[None, :]
-    tile = _load_tile(x + n * block_stride, row_stride, column_stride, first, rows, columns, R, BLOCK, OPERAND)
-    total = tl.dot(tl.load(low + at).to(OPERAND), tile)
-    total = tl.dot(tl.load(high + at).to(OPERAND), tile, total)
-    column = first + tl.arange(0, BLOCK)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    to = n * out_block_stride + row[:, None] * out_row_stride + column[None, :] * out_column_stride
-    tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
+    q_high, q_low = tl.load(high + at).to(OPERAND), tl.load(low + at).to(OPERAND)
+    last = tl.minimum((s + 1) * slice_columns, columns)
+    for first in tl.range(s * slice_columns, last, BLOCK, num_stages=STAGES):
+        tile = _load_tile(x, row_stride, column_stride, first, rows, last, R, BLOCK, OPERAND)
+        total = tl.dot(q_high, tile, tl.dot(q_low, tile))
+        column = first + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < last)[None, :]
+        to = row[:, None] * out_row_stride + column[None, :] * out_column_stride
+        tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
 
 
 @lru_cache(maxsize=32)
@@ -172,21 +193,37 @@ def _on_device(coefficients: tuple[tuple[float, float, float], ...], device: tor
     return torch.tensor(coefficients, dtype=torch.float32, device=device)
 
 
+def _slices(count: int, columns: int, device: torch.device) -> tuple[int, int]:
+    """Return how many column slices fill the device about three times over, and the columns of each."""
+    most = triton.cdiv(columns, 4 * _COLUMNS)
+    slices = min(most, max(1, triton.cdiv(3 * multiprocessors(device), count)))
+    width = triton.cdiv(triton.cdiv(columns, slices), _COLUMNS) * _COLUMNS
+    return triton.cdiv(columns, width), width
+
+
 def _segment(x: Tensor, coefficients: tuple[tuple[float, float, float], ...], *, normalise: bool) -> Tensor:
     """Run the given steps on wide blocks ``[N, R, C]`` of any strides; the result is bf16."""
     count, rows, columns = x.shape
     padded = max(16, triton.next_power_of_2(rows))
-    slices = min(triton.cdiv(columns, 4 * _COLUMNS), max(1, triton.cdiv(3 * multiprocessors(x.device), count)))
-    slice_columns = triton.cdiv(triton.cdiv(columns, slices), _COLUMNS) * _COLUMNS
-    slices = triton.cdiv(columns, slice_columns)
-    warps = 8 if padded == 128 else 4
+    slices, width = _slices(count, columns, x.device)
     partial = torch.empty(count, slices, padded, padded, dtype=torch.float32, device=x.device)
-    scratch = torch.empty(count, 4, padded, padded, dtype=torch.float32, device=x.device)
+    scratch = torch.empty(count, 8, padded, padded, dtype=torch.float32, device=x.device)
     parts = torch.empty(2, count, padded, padded, dtype=torch.bfloat16, device=x.device)
     out = torch.empty_like(x, dtype=torch.bfloat16)
     operand = operand_type(torch.bfloat16)
-    tiling = {"R": padded, "OPERAND": operand, "num_warps": warps}
-    _gram_kernel[(count, slices)](x, partial, *x.stride(), rows, columns, slice_columns, BLOCK=64, STAGES=3, **tiling)
+    _gram_kernel[(count, slices)](
+        x,
+        partial,
+        *x.stride(),
+        rows,
+        columns,
+        width,
+        R=padded,
+        BLOCK=64,
+        OPERAND=operand,
+        STAGES=4 if x.dtype == torch.bfloat16 else 3,
+        num_warps=4,
+    )
     _iterate_kernel[(count,)](
         partial,
         slices,
@@ -198,10 +235,23 @@ def _segment(x: Tensor, coefficients: tuple[tuple[float, float, float], ...], *,
         R=padded,
         DEPTH=min(_DEPTH, padded),
         NORMALISE=normalise,
-        num_warps=warps,
+        num_warps=8 if padded == 128 else 4,
     )
-    _apply_kernel[(count, triton.cdiv(columns, _COLUMNS))](
-        x, out, parts[0], parts[1], *x.stride(), rows, columns, *out.stride(), BLOCK=_COLUMNS, **tiling
+    _apply_kernel[(count, slices)](
+        x,
+        out,
+        parts[0],
+        parts[1],
+        *x.stride(),
+        rows,
+        columns,
+        width,
+        *out.stride(),
+        R=padded,
+        BLOCK=64,
+        OPERAND=operand,
+        STAGES=3,
+        num_warps=4,
     )
     return out
 
