@@ -10,7 +10,7 @@ from tercet.ops.conv import reference, torch_
 from tercet.ops.packing import sequence_lengths
 from tercet.ops.registry import Operator
 
-_short_conv = Operator("short_conv", reference.short_conv, torch_.short_conv)
+_short_conv = Operator("short_conv", reference.short_conv, torch_.short_conv, "tercet.ops.conv.triton_")
 
 
 def short_conv(

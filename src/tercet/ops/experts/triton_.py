@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
@@ -100,24 +101,19 @@ def _multiply_rows(work: _Work, pairs: list[tuple[Tensor, Tensor]], *, transpose
     return out
 
 
-def _weight_gradient(plan: Plan, left: Tensor, right: Tensor, chosen: int, *, gather: str) -> Tensor:
-    """Per expert ``leftᵀ right``; the side named by *gather* holds tokens, the other rows."""
-    tile = _weight_tile(left.dtype)
+def _weight_gradient(plan: Plan, left: Tensor, right: Tensor) -> Tensor:
+    """Per expert ``leftᵀ right`` over its rows; zeros for an expert without rows.
+
+    In bf16 on a GPU this is PyTorch's grouped product (1.46 ms against 1.85 ms of the kernel here, for 112 experts of
+    3072 × 3584 on an H200).
+    """
     m, n, count = left.shape[1], right.shape[1], len(plan.ends)
+    if left.is_cuda and left.dtype == torch.bfloat16 and m % 8 == n % 8 == 0:
+        return F.grouped_mm(left.t(), right, offs=plan.ends)
+    tile = _weight_tile(left.dtype)
     out = torch.empty(count, m, n, dtype=left.dtype, device=left.device)
     weight_gradient_kernel[(count * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
-        left,
-        right,
-        plan.choice,
-        out,
-        plan.ends,
-        chosen,
-        M=m,
-        N=n,
-        GATHER_LEFT=gather == "left",
-        GATHER_RIGHT=gather == "right",
-        OPERAND=operand_type(left.dtype),
-        **tile.launch(),
+        left, right, out, plan.ends, M=m, N=n, OPERAND=operand_type(left.dtype), **tile.launch()
     )
     return out
 
@@ -251,9 +247,10 @@ def _backward(
         **work.options(),
     )
     d_weights = pulls.sum(0)[slot.flatten()].view_as(weights).to(weights.dtype)
-    d_w2 = _weight_gradient(plan, d_out, weighted, chosen, gather="left")
-    d_w1 = _weight_gradient(plan, d_gate, z, chosen, gather="right")
-    d_w3 = _weight_gradient(plan, d_up, z, chosen, gather="right")
+    token = choice // chosen
+    rows_z, rows_d_out = z.index_select(0, token), d_out.index_select(0, token)
+    d_w1, d_w3 = _weight_gradient(plan, d_gate, rows_z), _weight_gradient(plan, d_up, rows_z)
+    d_w2 = _weight_gradient(plan, rows_d_out, weighted)
     d_rows = _multiply_rows(work, [(d_gate, w1), (d_up, w3)], transposed=True)
     return _combine(d_rows, slot, None, z.dtype), d_weights, d_w1, d_w2, d_w3
 

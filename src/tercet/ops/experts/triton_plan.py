@@ -72,13 +72,13 @@ def plan_rows(experts: Tensor, count: int) -> Plan:
     flat = experts.contiguous()
     rows = flat.numel()
     blocks = max(1, triton.cdiv(rows, _CHOICES))
-    integers = {"dtype": torch.int32, "device": experts.device}
-    counts = torch.empty(blocks, count, **integers)
+    counts = torch.empty(blocks, count, dtype=torch.int32, device=experts.device)
     _count_kernel[(blocks,)](flat, counts, rows, count, CHOICES=_CHOICES, BINS=_BINS)
     through = counts.cumsum(0, dtype=torch.int32)
     ends = through[-1].cumsum(0, dtype=torch.int32)
     starts = through - counts + (ends - through[-1])
-    choice, slot = torch.empty(rows, **integers), torch.empty(experts.shape, **integers)
+    choice = counts.new_empty(rows)
+    slot = counts.new_empty(experts.shape)
     _place_kernel[(blocks,)](flat, starts, choice, slot, rows, count, CHOICES=_CHOICES)
     return Plan(choice, slot, ends)
 

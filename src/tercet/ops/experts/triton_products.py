@@ -211,20 +211,16 @@ def hidden_gradient_kernel(
 def weight_gradient_kernel(
     left,
     right,
-    choice,
     out,
     ends,
-    chosen,
     M: tl.constexpr,
     N: tl.constexpr,
-    GATHER_LEFT: tl.constexpr,
-    GATHER_RIGHT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """``out[e] = leftᵀ right`` over an expert's rows; a gathered side is indexed by token. Empty experts get zeros."""
+    """``out[e] = leftᵀ right`` over an expert's rows; an expert without rows gets zeros."""
     columns = tl.cdiv(N, BN)
     tiles = tl.cdiv(M, BM) * columns
     expert = tl.program_id(0) // tiles
@@ -236,12 +232,10 @@ def weight_gradient_kernel(
     total = tl.zeros([BM, BN], tl.float32)
     for first in range(begin, end, BK):
         row = first + tl.arange(0, BK)
-        inside = row < end
-        token = tl.load(choice + row, mask=inside, other=0) // chosen
-        from_left = (token if GATHER_LEFT else row).to(tl.int64)
-        from_right = (token if GATHER_RIGHT else row).to(tl.int64)
-        a = tl.load(left + from_left[:, None] * M + _bounded(m, M, BM)[None, :], mask=inside[:, None], other=0.0)
-        b = tl.load(right + from_right[:, None] * N + _bounded(n, N, BN)[None, :], mask=inside[:, None], other=0.0)
+        inside = (row < end)[:, None]
+        at = row.to(tl.int64)[:, None]
+        a = tl.load(left + at * M + _bounded(m, M, BM)[None, :], mask=inside, other=0.0)
+        b = tl.load(right + at * N + _bounded(n, N, BN)[None, :], mask=inside, other=0.0)
         total = tl.dot(tl.trans(a.to(OPERAND)), b.to(OPERAND), total, input_precision="tf32x3")
     to = expert.to(tl.int64) * M * N + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out + to, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

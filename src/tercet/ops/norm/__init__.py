@@ -43,7 +43,7 @@ def _rms_norm_torch(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
-_rms_norm = Operator("rms_norm", _rms_norm_reference, _rms_norm_torch)
+_rms_norm = Operator("rms_norm", _rms_norm_reference, _rms_norm_torch, "tercet.ops.norm.triton_")
 
 
 def _check_weight(x: Tensor, weight: Tensor) -> None:
@@ -66,7 +66,7 @@ def _gated_reference(o: Tensor, gate: Tensor, weight: Tensor, *, eps: float) -> 
     return (_rms_norm_torch(o.to(compute), weight.to(compute), eps=eps) * gate.to(compute).sigmoid()).to(o.dtype)
 
 
-_gated = Operator("gated_rms_norm", _gated_reference)
+_gated = Operator("gated_rms_norm", _gated_reference, triton_module="tercet.ops.norm.triton_")
 
 
 def gated_rms_norm(
