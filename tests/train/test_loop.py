@@ -154,9 +154,7 @@ def test_evaluation_leaves_training_untouched(config: RunConfig, corpus: Corpus,
 
 
 @pytest.mark.parametrize("kind", ["none", "aux", "sign", "sign_centred", "qb_micro", "bip"])
-def test_every_balancing_rule_trains_and_resumes(
-    config: RunConfig, corpus: Corpus, tmp_path: Path, kind: str
-) -> None:
+def test_every_balancing_rule_trains_and_resumes(config: RunConfig, corpus: Corpus, tmp_path: Path, kind: str) -> None:
     config = replace(config, balance=replace(config.balance, kind=kind))
     whole = Trainer(config, corpus, tmp_path / "a")
     expected = [whole.train_step()["loss"] for _ in range(4)]

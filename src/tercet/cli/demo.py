@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="runs/demo", metavar="RUN", help="run directory (default runs/demo)")
     parser.add_argument("--data", default="data/demo", metavar="DIR", help="corpus directory (default data/demo)")
     parser.add_argument(
-        "--seconds", type=float, default=150.0, help="training time to fit the number of steps to (default 150)"
+        "--seconds", type=float, default=140.0, help="training time to fit the number of steps to (default 140)"
     )
     parser.add_argument("--steps", type=int, help="train exactly so many steps instead")
     parser.add_argument("--fresh", action="store_true", help="start again, deleting RUN if it is a demo's")
@@ -61,7 +61,8 @@ def _corpus(path: Path, console: Any) -> Any:
 
     if not (path / "index.json").is_file():
         console.print("[bold]1. The text:[/] this machine's Python standard library")
-        prepare(python_library_corpus(), path, vocab_size=preset("tiny").model.vocab_size, progress=True)
+        vocab_size = preset("tiny").model.vocab_size
+        prepare(python_library_corpus(), path, vocab_size=vocab_size, validation=0.05, progress=True)
     corpus = Corpus.open(path)
     train, held_out = corpus.split("train"), corpus.split("validation")
     console.print(

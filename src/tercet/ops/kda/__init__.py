@@ -90,7 +90,7 @@ def _compose(
     )
 
 
-_fused = Operator("fused_kda", _compose)
+_fused = Operator("fused_kda", _compose, triton_module="tercet.ops.kda.triton_")
 
 
 def fused_kda(
