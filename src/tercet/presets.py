@@ -215,7 +215,8 @@ def base_model() -> ModelConfig:
 
 def _tiny() -> RunConfig:
     """A run of three minutes sees some 300,000 tokens, so it takes small batches (the rule of training.md §4 gives about
-    1,000 tokens) and a rate above the published range; both measured, see docs/log.md."""
+    1,000 tokens) and a rate above the published range; both measured, see docs/log.md.
+    """
     return RunConfig(
         preset="tiny",
         model=tiny_model(),

@@ -11,7 +11,8 @@ from tercet.config import DataConfig, MLAConfig, ModelConfig, MoEConfig, OptimCo
 from tercet.data import Corpus, prepare
 from tercet.presets import tiny_model
 
-WORDS = "the model reads a token and writes the next one while state decays slowly over every head".split()
+TEXT = "the model reads a token and writes the next one while state decays slowly over every head"
+WORDS = TEXT.split(" ")
 
 
 @pytest.fixture(scope="session")

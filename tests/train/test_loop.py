@@ -23,7 +23,6 @@ from tercet.train.loop import Trainer
 from tercet.train.metrics import read_metrics
 from tests.train.conftest import losses
 
-
 # At 32 dimensions an untrained router scores all tokens alike, so one histogram bin holds most of them.
 pytestmark = pytest.mark.filterwarnings("ignore:one histogram bin holds")
 

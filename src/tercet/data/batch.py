@@ -16,12 +16,12 @@ class Batch:
     document), so packing loses no prediction.
     """
 
-    tokens: Int[Tensor, tokens]
-    targets: Int[Tensor, tokens]
+    tokens: Int[Tensor, "tokens"]
+    targets: Int[Tensor, "tokens"]
     """Next token of every row; `tercet.ops.IGNORE` where there is none."""
-    loss_weight: Float[Tensor, tokens]
+    loss_weight: Float[Tensor, "tokens"]
     """fp32 weight of every row; 0 where there is no target."""
-    cu_seqlens: Int[Tensor, bounds]
+    cu_seqlens: Int[Tensor, "bounds"]
     """int32 bounds of the packed sequences."""
     images: None = None
     """Reserved for the vision tower."""

@@ -121,7 +121,7 @@ def score(model: CausalLM, batches: Iterable[Scored]) -> Compression:
     return Compression(nats, tokens, size)
 
 
-def token_losses(model: CausalLM, batch: Batch) -> Float[Tensor, tokens]:
+def token_losses(model: CausalLM, batch: Batch) -> Float[Tensor, "tokens"]:
     """Return −ln p of every target of *batch* ``[tokens]``, 0 where there is none."""
     device = model.lm_head.weight.device
     context = Context(cu_seqlens=batch.cu_seqlens.to(device))

@@ -19,7 +19,7 @@ class Scorer(Protocol):
     """Gives next-token logits of packed sequences."""
 
     def logits(
-        self, tokens: Int[Tensor, tokens], cu_seqlens: Int[Tensor, bounds], positions: Int[Tensor, positions]
+        self, tokens: Int[Tensor, "tokens"], cu_seqlens: Int[Tensor, "bounds"], positions: Int[Tensor, "positions"]
     ) -> Float[Tensor, "positions vocab"]:
         """Return the logits of the token after each of *positions* of the packed *tokens*."""
 
@@ -39,7 +39,7 @@ class ModelScorer:
 
     @torch.no_grad()
     def logits(
-        self, tokens: Int[Tensor, tokens], cu_seqlens: Int[Tensor, bounds], positions: Int[Tensor, positions]
+        self, tokens: Int[Tensor, "tokens"], cu_seqlens: Int[Tensor, "bounds"], positions: Int[Tensor, "positions"]
     ) -> Float[Tensor, "positions vocab"]:
         """See `Scorer.logits`; only the rows asked for meet the head."""
         device = self.model.lm_head.weight.device

@@ -18,7 +18,7 @@ from torch import Tensor
 from tercet.errors import ShapeError
 
 
-def sequence_lengths(batch: int, tokens: int, cu_seqlens: Int[Tensor, bounds] | None) -> tuple[int, ...]:
+def sequence_lengths(batch: int, tokens: int, cu_seqlens: Int[Tensor, "bounds"] | None) -> tuple[int, ...]:
     """Return the length of every sequence of a ``[batch, tokens, …]`` tensor.
 
     Raises:
@@ -38,7 +38,7 @@ def sequence_lengths(batch: int, tokens: int, cu_seqlens: Int[Tensor, bounds] | 
     return lengths
 
 
-def positions(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Int[Tensor, tokens]:
+def positions(lengths: tuple[int, ...], device: torch.device | str = "cpu") -> Int[Tensor, "tokens"]:
     """Return the index of each token within its own sequence."""
     return torch.cat([torch.arange(n, device=device) for n in lengths]) if lengths else torch.empty(0, dtype=torch.long)
 

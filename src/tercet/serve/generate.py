@@ -44,7 +44,7 @@ class Sampler(Protocol):
         ...
 
 
-def draw(logits: Float[Tensor, vocab], sampling: Sampling, generator: torch.Generator) -> int:
+def draw(logits: Float[Tensor, "vocab"], sampling: Sampling, generator: torch.Generator) -> int:
     """Draw one token; computed in fp64 on the CPU so that a seed gives the same text on every device."""
     wide = logits.double().cpu()
     if sampling.temperature == 0:

@@ -8,6 +8,7 @@ in their loops.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 

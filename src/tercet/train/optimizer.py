@@ -167,7 +167,7 @@ class Optimizer:
         }
 
     @torch.no_grad()
-    def scale_rows(self, name: str, factors: Float[Tensor, rows]) -> None:
+    def scale_rows(self, name: str, factors: Float[Tensor, "rows"]) -> None:
         """Multiply the rows of a matrix by *factors*, in the master and in the model's copy; momentum stays."""
         slot = self._slots[name]
         slot.weight.mul_(factors.to(slot.weight)[:, None])

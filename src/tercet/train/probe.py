@@ -36,7 +36,7 @@ class _Mix:
 @dataclass
 class _Decay:
     counts: Int[Tensor, "heads bins"]
-    rate: Float[Tensor, heads]
+    rate: Float[Tensor, "heads"]
     """Sum of −g."""
     near_floor: int
     near_one: int
@@ -154,7 +154,7 @@ def _rounded(x: Tensor) -> list[float]:
 
 @torch.no_grad()
 def probe(
-    model: CausalLM, tokens: Int[Tensor, tokens], cu_seqlens: Int[Tensor, bounds] | None, step: int
+    model: CausalLM, tokens: Int[Tensor, "tokens"], cu_seqlens: Int[Tensor, "bounds"] | None, step: int
 ) -> dict[str, Any]:
     """Run *model* over one packed batch and return the ``probe`` row.
 

@@ -57,7 +57,7 @@ class QKClip(Observer):
         self.threshold = threshold
         self._reduce_max = reduce_max
         self._armed = False
-        self._maxima: dict[int, Float[Tensor, heads]] = {}
+        self._maxima: dict[int, Float[Tensor, "heads"]] = {}
 
     def begin_step(self) -> None:
         """Forget the last step and start watching."""
@@ -111,6 +111,6 @@ class QKClip(Observer):
         optimizer.scale_rows(f"{prefix}.kv_b_proj.weight", torch.cat(kv_rows, dim=1).flatten())
 
     @property
-    def maxima(self) -> Mapping[int, Float[Tensor, heads]]:
+    def maxima(self) -> Mapping[int, Float[Tensor, "heads"]]:
         """S_h by layer of the last step, before clipping."""
         return self._maxima

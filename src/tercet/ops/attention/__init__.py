@@ -22,7 +22,7 @@ def causal_attention(
     v: Float[Tensor, "batch tokens heads value"],
     *,
     scale: float,
-    cu_seqlens: Int[Tensor, bounds] | None = None,
+    cu_seqlens: Int[Tensor, "bounds"] | None = None,
 ) -> Float[Tensor, "batch tokens heads value"]:
     """Return ``softmax(scale · q kᵀ) v`` over earlier and equal positions of the same sequence; softmax in fp32.
 
@@ -43,8 +43,8 @@ def attention_logit_max(
     *,
     scale: float,
     threshold: float,
-    cu_seqlens: Int[Tensor, bounds] | None = None,
-) -> Float[Tensor, heads]:
+    cu_seqlens: Int[Tensor, "bounds"] | None = None,
+) -> Float[Tensor, "heads"]:
     """Return each head's largest causal logit, exactly where it exceeds *threshold* (for QK-Clip, training.md §1.5).
 
     Where the Cauchy–Schwarz bound ``scale · max‖q‖ · max‖k‖`` shows that a head cannot exceed *threshold*, that bound

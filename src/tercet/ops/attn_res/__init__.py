@@ -25,8 +25,8 @@ _attn_res = Operator("attn_res", reference.attn_res, torch_.attn_res, "tercet.op
 
 def attn_res(
     sources: Sequence[Float[Tensor, "*lead dim"]],
-    norm_weight: Float[Tensor, dim],
-    query: Float[Tensor, dim],
+    norm_weight: Float[Tensor, "dim"],
+    query: Float[Tensor, "dim"],
     *,
     eps: float = 1e-5,
 ) -> Float[Tensor, "*lead dim"]:
@@ -50,8 +50,8 @@ def attn_res(
 
 def attn_res_weights(
     sources: Sequence[Float[Tensor, "*lead dim"]],
-    norm_weight: Float[Tensor, dim],
-    query: Float[Tensor, dim],
+    norm_weight: Float[Tensor, "dim"],
+    query: Float[Tensor, "dim"],
     *,
     eps: float = 1e-5,
 ) -> Float[Tensor, sources * lead]:

@@ -63,7 +63,7 @@ def merge(
     partial: Partial,
     j: int,
     source: Float[Tensor, "*lead dim"],
-    folded_query: Float[Tensor, dim],
+    folded_query: Float[Tensor, "dim"],
     *,
     eps: float = 1e-5,
 ) -> Float[Tensor, "*lead dim"]:

@@ -18,7 +18,7 @@ def short_conv(
     weight: Float[Tensor, "channels 1 taps"],
     *,
     state: Float[Tensor, "sequences taps-1 channels"] | None = None,
-    cu_seqlens: Int[Tensor, bounds] | None = None,
+    cu_seqlens: Int[Tensor, "bounds"] | None = None,
 ) -> tuple[Float[Tensor, "batch tokens channels"], Float[Tensor, "sequences taps-1 channels"]]:
     """Return ``SiLU(Σ_j w[j] · x[t − taps + 1 + j])``; the last tap is the current token.
 

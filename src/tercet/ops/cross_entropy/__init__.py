@@ -29,9 +29,9 @@ _token_logprobs = Operator(
 def linear_cross_entropy(
     x: Float[Tensor, "tokens dim"],
     weight: Float[Tensor, "vocab dim"],
-    targets: Int[Tensor, tokens],
-    loss_weight: Float[Tensor, tokens],
-) -> tuple[Float[Tensor, ""], Float[Tensor, tokens]]:
+    targets: Int[Tensor, "tokens"],
+    loss_weight: Float[Tensor, "tokens"],
+) -> tuple[Float[Tensor, ""], Float[Tensor, "tokens"]]:
     """Return ``Σ_t loss_weight[t] · CE_t`` and the detached per-token CE, for logits ``x weightᵀ`` in fp32.
 
     Args:
@@ -52,10 +52,10 @@ def linear_cross_entropy(
 def token_logprobs(
     x: Float[Tensor, "tokens dim"],
     weight: Float[Tensor, "vocab dim"],
-    targets: Int[Tensor, tokens],
+    targets: Int[Tensor, "tokens"],
     *,
     temperature: float = 1.0,
-) -> tuple[Float[Tensor, tokens], Float[Tensor, tokens]]:
+) -> tuple[Float[Tensor, "tokens"], Float[Tensor, "tokens"]]:
     """Return each token's log-probability (nats, fp32) and the entropy of its distribution; both differentiable.
 
     Args:

@@ -25,7 +25,7 @@ _gate = Operator("kda_gate", _reference)
 
 def kda_gate(
     z: Float[Tensor, "*lead heads key"],
-    A_log: Float[Tensor, heads],
+    A_log: Float[Tensor, "heads"],
     dt_bias: Float[Tensor, "heads key"],
     *,
     lower_bound: float | None = -5.0,

@@ -30,7 +30,7 @@ def kda(
     *,
     scale: float | None = None,
     state: Float[Tensor, "sequences heads value key"] | None = None,
-    cu_seqlens: Int[Tensor, bounds] | None = None,
+    cu_seqlens: Int[Tensor, "bounds"] | None = None,
     gate_floor: float | None = None,
 ) -> tuple[Float[Tensor, "batch tokens heads value"], Float[Tensor, "sequences heads value key"]]:
     """Run ``S ← (I − β k kᵀ) Diag(e^g) S + β k vᵀ;  o = scale · Sᵀ q`` over every sequence.
@@ -99,13 +99,13 @@ def fused_kda(
     v: Float[Tensor, "batch tokens heads value"],
     z: Float[Tensor, "batch tokens heads key"],
     b: Float[Tensor, "batch tokens heads"],
-    A_log: Float[Tensor, heads],
+    A_log: Float[Tensor, "heads"],
     dt_bias: Float[Tensor, "heads key"],
     *,
     scale: float | None = None,
     lower_bound: float | None = -5.0,
     state: Float[Tensor, "sequences heads value key"] | None = None,
-    cu_seqlens: Int[Tensor, bounds] | None = None,
+    cu_seqlens: Int[Tensor, "bounds"] | None = None,
 ) -> tuple[Float[Tensor, "batch tokens heads value"], Float[Tensor, "sequences heads value key"]]:
     """Run `kda` from raw projections: L2-normalise q and k, ``g`` from z (`kda_gate`), ``β = σ(b)``.
 

@@ -51,7 +51,7 @@ def _check_weight(x: Tensor, weight: Tensor) -> None:
         raise ShapeError(f"a norm's weight must be as wide as the rows, got {tuple(weight.shape)} for {tuple(x.shape)}")
 
 
-def rms_norm(x: Float[Tensor, "*lead dim"], weight: Float[Tensor, dim], *, eps: float) -> Float[Tensor, "*lead dim"]:
+def rms_norm(x: Float[Tensor, "*lead dim"], weight: Float[Tensor, "dim"], *, eps: float) -> Float[Tensor, "*lead dim"]:
     """Return ``x / sqrt(mean(x²) + eps)`` in fp32, **cast to x's dtype, then** times weight (no ``1 + w``).
 
     Raises:
@@ -72,7 +72,7 @@ _gated = Operator("gated_rms_norm", _gated_reference, triton_module="tercet.ops.
 def gated_rms_norm(
     o: Float[Tensor, "*lead dim"],
     gate: Float[Tensor, "*lead dim"],
-    weight: Float[Tensor, dim],
+    weight: Float[Tensor, "dim"],
     *,
     eps: float,
 ) -> Float[Tensor, "*lead dim"]:

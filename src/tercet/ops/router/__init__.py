@@ -20,7 +20,7 @@ class Routing(NamedTuple):
     experts: Int[Tensor, "tokens chosen"]
     scores: Float[Tensor, "tokens experts"]
     """Raw sigmoid scores, in (0, 1)."""
-    cutoff: Float[Tensor, tokens]
+    cutoff: Float[Tensor, "tokens"]
     """The (k+1)-th largest *biased* score: what an expert must exceed to be chosen."""
 
 
@@ -48,7 +48,7 @@ _route = Operator("route", _reference)
 
 def route(
     logits: Float[Tensor, "tokens experts"],
-    bias: Float[Tensor, experts],
+    bias: Float[Tensor, "experts"],
     *,
     top_k: int,
     renormalize: bool = True,

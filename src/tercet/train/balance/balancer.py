@@ -79,10 +79,10 @@ class Balancer:
         self._counting = False
         self._counted: set[tuple[int, int]] = set()
         self._checked: set[int] = set()
-        self._loads: dict[int, Int[Tensor, experts]] = {}
+        self._loads: dict[int, Int[Tensor, "experts"]] = {}
         self._occupancy: dict[int, float] = {}
 
-    def bias(self, layer: int) -> Float[Tensor, experts]:
+    def bias(self, layer: int) -> Float[Tensor, "experts"]:
         """Return the selection bias of *layer*, the model's own buffer."""
         return self.routers[layer].e_score_correction_bias
 
@@ -102,8 +102,8 @@ class Balancer:
         self,
         index: int,
         *,
-        valid: Bool[Tensor, tokens] | None = None,
-        valid_by_layer: Mapping[int, Bool[Tensor, tokens]] | None = None,
+        valid: Bool[Tensor, "tokens"] | None = None,
+        valid_by_layer: Mapping[int, Bool[Tensor, "tokens"]] | None = None,
     ) -> BalanceObserver:
         """Return the observer to put into the `Context` of micro-batch *index*'s forward pass.
 
@@ -116,7 +116,7 @@ class Balancer:
         return BalanceObserver(self, index, valid, valid_by_layer or {})
 
     @torch.no_grad()
-    def observe(self, layer: int, micro_batch: int, routing: Routing, valid: Bool[Tensor, tokens] | None) -> None:
+    def observe(self, layer: int, micro_batch: int, routing: Routing, valid: Bool[Tensor, "tokens"] | None) -> None:
         """Count one layer's routing of one micro-batch; a repetition or a pass outside a step counts nothing.
 
         Raises:

@@ -17,13 +17,13 @@ from torch import Tensor
 
 
 def needed_bias(
-    scores: Float[Tensor, "tokens experts"], cutoff: Float[Tensor, tokens]
+    scores: Float[Tensor, "tokens experts"], cutoff: Float[Tensor, "tokens"]
 ) -> Float[Tensor, "tokens experts"]:
     """Return ``r = α − s`` from raw scores and the biased (k+1)-th value."""
     return cutoff[:, None] - scores
 
 
-def exact_quantile(needed_MN: Float[Tensor, "tokens experts"], top_k: int) -> Float[Tensor, experts]:
+def exact_quantile(needed_MN: Float[Tensor, "tokens experts"], top_k: int) -> Float[Tensor, "experts"]:
     """Return each column's (⌊q⌋+1)-th smallest value, the exact minimiser of the dual (report App. C); not centred.
 
     Args:
@@ -41,7 +41,7 @@ class Grid(NamedTuple):
     width: Float[Tensor, ""]
 
     @classmethod
-    def around(cls, bias_N: Float[Tensor, experts], bins: int) -> Grid:
+    def around(cls, bias_N: Float[Tensor, "experts"], bins: int) -> Grid:
         """Span ``[min(b) − 1, max(b) + 1]``: α is some ``s + b``, and s lies in (0, 1)."""
         lowest, highest = bias_N.min() - 1.0, bias_N.max() + 1.0
         return cls(lowest, (highest - lowest) / bins)
@@ -71,9 +71,9 @@ def count_needed(
 class Estimate(NamedTuple):
     """What a histogram says."""
 
-    quantile: Float[Tensor, experts]
+    quantile: Float[Tensor, "experts"]
     """fp64, not centred; within one bin of the exact value."""
-    occupancy: Float[Tensor, experts]
+    occupancy: Float[Tensor, "experts"]
     """Tokens inside the chosen bin over the target load: the load error is at most this (training.md §2.7)."""
 
 

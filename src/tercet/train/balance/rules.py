@@ -38,7 +38,7 @@ class QuantileBalancer(Balancer):
         self.histograms: dict[int, Int[Tensor, "experts bins"]] = {}
         """int32 counts of the running step, zero between steps."""
         self._grids: dict[int, Grid] = {}
-        self._averages: dict[int, Float[Tensor, experts]] = {}
+        self._averages: dict[int, Float[Tensor, "experts"]] = {}
         self._warned = False
 
     def _open(self, layer: int) -> None:
