@@ -209,6 +209,8 @@ def _import(args: argparse.Namespace) -> int:
 
 def _export(args: argparse.Namespace) -> int:
     if args.format == "gguf":
+        if args.layout or args.base:
+            raise ConfigError("--layout and --base belong to 'export hf'; a GGUF file takes neither")
         from tercet.checkpoint.gguf import export_gguf
 
         path = export_gguf(args.source, args.out, experts=args.experts, rule=args.rule, dtype=args.dtype)
