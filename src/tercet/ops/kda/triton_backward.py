@@ -1,0 +1,300 @@
+"""Gradients of KDA in three kernels over a slab of tiles; nothing but the raw inputs comes from the forward pass.
+
+`rebuild_states` walks a slab forwards again and keeps the state S before every tile and the errors e (u = β e).
+`walk_back` carries the adjoint ``D = ∂loss/∂S`` from the last tile to the first and keeps it too; with the names of
+`triton_prepare`
+
+    dU = K̂ D + Aᵀ dO     dV = INVᵀ dU     dβ_r = ((I + β L₀)⁻ᵀ dU)_r · e_r     D ← γ_C D − Wᵀ K̂ D + Q'ᵀ dO
+
+`tile_gradients` then works on all tiles at once. With ``E = −tril(dV uᵀ, −1)``, ``F = tril(dO uᵀ)``, ``X = Γk``,
+``Y = s Γq`` and ``K⁻ = k/Γ`` it forms
+
+    dX = −dV Sᵀ + E K⁻     dY = dO Sᵀ + F K⁻     dK⁻ = Eᵀ X + Fᵀ Y     dK̂ = u Dᵀ
+
+    dq = s Γ dY        dk = Γ dX + dK⁻/Γ + dK̂ γ_C/Γ
+
+    dG_r = X dX + Y dY − K⁻ dK⁻ − K̂ dK̂      dg_t = Σ_{r ≥ t} dG_r + Σ_r K̂ dK̂ + γ_C Σ_v S D
+
+and finally the gate, norm and sigmoid backwards. Sums over tokens leave as one partial a tile and are added in a fixed
+order, so two runs agree to the bit.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tercet.ops.kda.triton_math import exp2, inverse_power, narrow, power, reciprocal
+from tercet.ops.kda.triton_prepare import load_rows
+from tercet.ops.kda.triton_recurrence import common_unit
+
+
+@triton.jit
+def rebuild_states(
+    v,
+    wide,
+    k_hat,
+    small,
+    decay,
+    v_max,
+    sequences,
+    initial,
+    boundary,
+    write,
+    states,
+    errors,
+    stride_vt,
+    stride_vh,
+    sequence0,
+    tile_low,
+    tile_high,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
+):
+    """Write S before every tile of [tile_low, tile_high) to ``states [tiles, H, V, K]`` and e to ``errors [tiles, H, C, V]``.
+
+    A sequence that began before the slab starts from ``boundary [H, V, K]``.
+    """
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = sequence0 + tl.program_id(2)
+    first = tl.load(sequences + 4 * sequence)
+    count = tl.load(sequences + 4 * sequence + 1)
+    token0 = tl.load(sequences + 4 * sequence + 2).to(tl.int64)
+    length = tl.load(sequences + 4 * sequence + 3)
+    skip = tl.maximum(tile_low - first, 0)
+    r = tl.arange(0, C)
+    key = tl.arange(0, K)
+    value = split * BV + tl.arange(0, BV)
+    matrix = value[:, None] * K + key[None, :]
+    S_VK = tl.load(boundary + head * (V * K) + matrix, mask=skip > 0, other=0.0)
+    if HAS_INITIAL:
+        here = (sequence * H + head).to(tl.int64) * (V * K)
+        S_VK += tl.load(initial + here + matrix, mask=skip == 0, other=0.0).to(tl.float32)
+    unit = common_unit(tl.load(v_max + sequence * H + head), S_VK)
+    shrink, grow = inverse_power(unit), power(unit)
+    S_VK = S_VK * shrink
+
+    for step in tl.range(skip, tl.minimum(count, tile_high - first), num_stages=STAGES):
+        tile = first + step
+        index = tile.to(tl.int64) * H + head
+        w_CK = tl.load(wide + index * (2 * C * K) + C * K + r[:, None] * K + key[None, :])
+        k_hat_CK = tl.load(k_hat + index * (C * K) + r[:, None] * K + key[None, :])
+        inverse_CC = tl.load(small + index * (5 * C * C) + C * C + r[:, None] * C + r[None, :])
+        beta_C = tl.load(write + index * C + r)
+        decay_K = tl.load(decay + index * K + key)
+        position = step * C + r
+        token = token0 + position
+        inside = position[None, :] < length
+        v_VC = tl.load(v + token[None, :] * stride_vt + head * stride_vh + value[:, None], mask=inside, other=0.0)
+        slot = (tile - tile_low).to(tl.int64) * H + head
+        tl.store(states + slot * (V * K) + matrix, (S_VK * grow).to(states.dtype.element_ty))
+        e_VC = tl.dot(S_VK.to(tl.float16), tl.trans(w_CK))
+        e_VC = tl.dot((v_VC.to(tl.float32) * shrink).to(tl.float16), tl.trans(inverse_CC), e_VC)
+        S_VK = tl.dot((e_VC * beta_C[None, :]).to(tl.float16), k_hat_CK, S_VK * decay_K[None, :])
+        out = errors + slot * (C * V) + r[None, :] * V + value[:, None]
+        tl.store(out, (e_VC * grow).to(errors.dtype.element_ty))
+
+
+@triton.jit
+def walk_back(
+    d_o,
+    d_v,
+    wide,
+    k_hat,
+    small,
+    decay,
+    d_o_max,
+    sequences,
+    write,
+    errors,
+    carry,
+    adjoints,
+    d_write,
+    stride_ot,
+    stride_oh,
+    sequence0,
+    tile_low,
+    tile_high,
+    tiles_total,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    C: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Carry D from the slab's last tile to its first; ``carry [N, H, V, K]`` holds it between slabs.
+
+    Writes D after every tile to ``adjoints [tiles, H, V, K]``, dV to its place, and this program's share of dβ to
+    ``d_write [V / BV, X, H, C]``.
+    """
+    split = tl.program_id(0)
+    head = tl.program_id(1)
+    sequence = sequence0 + tl.program_id(2)
+    first = tl.load(sequences + 4 * sequence)
+    count = tl.load(sequences + 4 * sequence + 1)
+    token0 = tl.load(sequences + 4 * sequence + 2).to(tl.int64)
+    length = tl.load(sequences + 4 * sequence + 3)
+    r = tl.arange(0, C)
+    pair = tl.arange(0, 2 * C)
+    key = tl.arange(0, K)
+    value = split * BV + tl.arange(0, BV)
+    matrix = value[:, None] * K + key[None, :]
+    held = carry + (sequence * H + head).to(tl.int64) * (V * K) + matrix
+    D_VK = tl.load(held)
+    unit = common_unit(tl.load(d_o_max + sequence * H + head), D_VK)
+    shrink, grow = inverse_power(unit), power(unit)
+    D_VK = D_VK * shrink
+    low = tl.maximum(tile_low - first, 0)
+    high = tl.minimum(count, tile_high - first)
+
+    for back in tl.range(0, high - low, num_stages=STAGES):
+        step = high - 1 - back
+        tile = first + step
+        index = tile.to(tl.int64) * H + head
+        plane = wide + index * (2 * C * K) + r[:, None] * K + key[None, :]
+        q_CK = tl.load(plane)
+        w_CK = tl.load(plane + C * K)
+        k_hat_CK = tl.load(k_hat + index * (C * K) + r[:, None] * K + key[None, :])
+        matrices = small + index * (5 * C * C) + r[:, None] * C
+        solves_CP = tl.load(matrices + (2 + pair[None, :] // C) * (C * C) + pair[None, :] % C)
+        A_CC = tl.load(matrices + 4 * C * C + r[None, :])
+        beta_C = tl.load(write + index * C + r)
+        decay_K = tl.load(decay + index * K + key)
+        position = step * C + r
+        token = token0 + position
+        inside = position[None, :] < length
+        d_o_VC = tl.load(d_o + token[None, :] * stride_ot + head * stride_oh + value[:, None], mask=inside, other=0.0)
+        slot = (tile - tile_low).to(tl.int64) * H + head
+        tl.store(adjoints + slot * (V * K) + matrix, (D_VK * grow).to(adjoints.dtype.element_ty))
+        d_o16 = (d_o_VC.to(tl.float32) * shrink).to(tl.float16)
+        through_VC = tl.dot(D_VK.to(tl.float16), tl.trans(k_hat_CK))
+        D_VK = tl.dot(d_o16, q_CK, D_VK * decay_K[None, :])
+        D_VK = tl.dot((through_VC * beta_C[None, :]).to(tl.float16), w_CK, D_VK)
+        d_u_VC = tl.dot(d_o16, A_CC, through_VC)
+        both = tl.dot(d_u_VC.to(tl.float16), solves_CP) * grow
+        d_v_VC, d_y_VC = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), (0, 2, 1)))
+        out = token[None, :] * (H * V) + head * V + value[:, None]
+        tl.store(d_v + out, d_v_VC.to(d_v.dtype.element_ty), mask=inside)
+        e_VC = tl.load(errors + slot * (C * V) + r[None, :] * V + value[:, None]).to(tl.float32)
+        share = (split * tiles_total + tile).to(tl.int64) * H + head
+        tl.store(d_write + share * C + r, tl.sum(d_y_VC * e_VC, 0))
+    tl.store(held, D_VK * grow)
+
+
+@triton.jit
+def tile_gradients(
+    q,
+    k,
+    z,
+    A_log,
+    dt_bias,
+    d_o,
+    d_v,
+    tiles,
+    states,
+    adjoints,
+    errors,
+    write,
+    d_q,
+    d_k,
+    d_z,
+    d_bias,
+    d_slope,
+    stride_qt,
+    stride_qh,
+    stride_kt,
+    stride_kh,
+    stride_zt,
+    stride_zh,
+    stride_ot,
+    stride_oh,
+    scale,
+    floor2,
+    tile_low,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    LOG2E: tl.constexpr,
+):
+    """All gradients of one (head, tile) that need no recurrence; see the module's formulas.
+
+    ``d_bias [X, H, K]`` and ``d_slope [X, H]`` receive this tile's share of the gate parameters' gradients.
+    """
+    head = tl.program_id(0)
+    tile = tile_low + tl.program_id(1)
+    token = tl.load(tiles + 3 * tile).to(tl.int64) + tl.arange(0, C)
+    inside = tl.arange(0, C) < tl.load(tiles + 3 * tile + 1)
+    key = tl.arange(0, K)
+    value = tl.arange(0, V)
+    row, col = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    slot = tl.program_id(1).to(tl.int64) * H + head
+    matrix = slot * (V * K) + value[:, None] * K + key[None, :]
+    plane = slot * (C * V) + row * V + value[None, :]
+    S_VK = tl.load(states + matrix)
+    D_VK = tl.load(adjoints + matrix)
+    at_end_K = tl.sum(S_VK.to(tl.float32) * D_VK.to(tl.float32), 0)
+    S_dot = narrow(S_VK)
+    beta_C = tl.load(write + (tile.to(tl.int64) * H + head) * C + tl.arange(0, C))
+    u_dot = narrow(tl.load(errors + plane).to(tl.float32) * beta_C[:, None])
+    d_o_dot = narrow(load_rows(d_o, token, value, head, stride_ot, stride_oh, inside, 0.0))
+    d_v_dot = narrow(load_rows(d_v, token, value, head, H * V, V, inside, 0.0))
+    d_k_hat = tl.dot(u_dot, narrow(D_VK))
+    d_Y = tl.dot(d_o_dot, S_dot)
+    d_X = -tl.dot(d_v_dot, S_dot)
+    u_right = tl.trans(u_dot)
+    E_CC = narrow(tl.where(row > col, -tl.dot(d_v_dot, u_right), 0.0))
+    F_CC = narrow(tl.where(row >= col, tl.dot(d_o_dot, u_right), 0.0))
+
+    z_CK = load_rows(z, token, key, head, stride_zt, stride_zh, inside, -1e30).to(tl.float32)
+    slope = tl.exp(tl.load(A_log + head).to(tl.float32))
+    bias_K = tl.load(dt_bias + head * K + key).to(tl.float32)
+    odds_CK = tl.minimum(exp2(-LOG2E * slope * (z_CK + bias_K[None, :])), 1e30)
+    open_CK = reciprocal(1.0 + odds_CK)
+    G_CK = tl.cumsum(floor2 * open_CK, 0)
+    total_K = exp2(tl.sum(tl.where(row == C - 1, G_CK, 0.0), 0))
+    gamma_CK = exp2(G_CK)
+    inverse_gamma = exp2(-G_CK)
+
+    k_raw = load_rows(k, token, key, head, stride_kt, stride_kh, inside, 0.0).to(tl.float32)
+    k_norm = tl.rsqrt(tl.sum(k_raw * k_raw, 1) + 1e-6)
+    k_CK = k_raw * k_norm[:, None]
+    X_dot = narrow(k_CK * gamma_CK)
+    k_out_dot = narrow(k_CK * inverse_gamma)
+
+    q_raw = load_rows(q, token, key, head, stride_qt, stride_qh, inside, 0.0).to(tl.float32)
+    q_norm = tl.rsqrt(tl.sum(q_raw * q_raw, 1) + 1e-6)
+    q_CK = q_raw * q_norm[:, None]
+    d_Y = tl.dot(F_CC, k_out_dot, d_Y)
+    d_X = tl.dot(E_CC, k_out_dot, d_X)
+    Y_dot = narrow(q_CK * (gamma_CK * scale))
+    d_k_out = tl.dot(tl.trans(F_CC), Y_dot, tl.dot(tl.trans(E_CC), X_dot))
+
+    rows = token[:, None] * (H * K) + head * K + key[None, :]
+    d_query = (scale * gamma_CK) * d_Y
+    d_q_raw = q_norm[:, None] * (d_query - q_CK * tl.sum(q_CK * d_query, 1)[:, None])
+    tl.store(d_q + rows, d_q_raw.to(d_q.dtype.element_ty), mask=inside[:, None])
+    d_in = gamma_CK * d_X
+    d_k_hat = d_k_hat * (total_K[None, :] * inverse_gamma)
+    d_out = inverse_gamma * d_k_out + d_k_hat
+    d_key = d_in + d_out
+    d_k_raw = k_norm[:, None] * (d_key - k_CK * tl.sum(k_CK * d_key, 1)[:, None])
+    tl.store(d_k + rows, d_k_raw.to(d_k.dtype.element_ty), mask=inside[:, None])
+
+    d_G = k_CK * (d_in - d_out) + q_CK * d_query
+    at_end_K = tl.sum(k_CK * d_k_hat, 0) + total_K * at_end_K
+    d_g = tl.cumsum(d_G, 0, reverse=True) + at_end_K[None, :]
+    d_z_CK = d_g * (floor2 / LOG2E * slope) * (odds_CK * open_CK) * open_CK
+    tl.store(d_z + rows, d_z_CK.to(d_z.dtype.element_ty), mask=inside[:, None])
+    d_z_CK = tl.where(inside[:, None], d_z_CK, 0.0)
+    part = tile.to(tl.int64) * H + head
+    tl.store(d_bias + part * K + key, tl.sum(d_z_CK, 0))
+    biased = tl.where(inside[:, None], z_CK + bias_K[None, :], 0.0)
+    tl.store(d_slope + part, tl.sum(tl.sum(d_z_CK * biased, 1), 0))

@@ -1,0 +1,113 @@
+"""Small device functions shared by the KDA kernels: fast exponentials, power-of-two scaling, a triangular inverse.
+
+Under the Triton interpreter (``TRITON_INTERPRET=1``) there is no PTX, so the two approximations become plain NumPy; the
+kernels themselves do not know.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+LOG2E = 1.4426950408889634
+TILE = 16
+"""Tokens a tile: with every gate ≥ −5 both ``Γ`` and ``1/Γ`` stay inside the exponent range of bf16 (e^±80)."""
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+
+    @triton.jit
+    def exp2(x):
+        """2^x."""
+        return tl.exp2(x)
+
+    @triton.jit
+    def reciprocal(x):
+        """1/x."""
+        return 1.0 / x
+
+    @triton.jit
+    def narrow(x):
+        """Round to the nearest bf16, kept in fp32: the interpreter's own cast truncates and its `tl.dot` lacks bf16."""
+        bits = x.to(tl.float32).to(tl.uint32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+else:
+
+    @triton.jit
+    def exp2(x):
+        """2^x; results below the smallest normal number are zero."""
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+    @triton.jit
+    def reciprocal(x):
+        """1/x to one unit in the last place; 1/inf is zero."""
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+
+    @triton.jit
+    def narrow(x):
+        """Round to bf16 as an operand of `tl.dot`."""
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
+def sigmoid(x, LOG2E: tl.constexpr):
+    """σ(x) in fp32; exact 0 and 1 in the limits."""
+    return reciprocal(1.0 + exp2(-LOG2E * x))
+
+
+@triton.jit
+def exponent(magnitude):
+    """Exponent field of *magnitude* ≥ 0, kept within 2^±63, so that both it and its reciprocal are normal numbers."""
+    field = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(field, 64 << 23), 190 << 23)
+
+
+@triton.jit
+def power(field):
+    """2^e for an exponent field."""
+    return field.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def inverse_power(field):
+    """2^−e for an exponent field."""
+    return ((254 << 23) - field).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _halves(x):
+    """Split fp32 into two fp16 whose sum carries 22 bits."""
+    high = x.to(tl.float16)
+    return high, (x - high.to(tl.float32)).to(tl.float16)
+
+
+@triton.jit
+def _product(a_high, a_low, b_high, b_low):
+    """Fp32-accurate product of split matrices; the two halves of ≤ 1e-7 in a_low b_low are left out."""
+    return tl.dot(a_high, b_low, tl.dot(a_low, b_high, tl.dot(a_high, b_high)))
+
+
+@triton.jit
+def _join_blocks(X, L, row, col, SIZE: tl.constexpr):
+    """From inverses of diagonal blocks of SIZE to those of 2·SIZE: the new corner is −X₂ L₂₁ X₁."""
+    corner = (row // (2 * SIZE) == col // (2 * SIZE)) & (row // SIZE > col // SIZE)
+    L_high, L_low = _halves(tl.where(corner, L, 0.0))
+    X_high, X_low = _halves(X)
+    inner_high, inner_low = _halves(_product(X_high, X_low, L_high, L_low))
+    return X - _product(inner_high, inner_low, X_high, X_low)
+
+
+@triton.jit
+def unit_lower_inverse(L, row, col):
+    """``(I + L)⁻¹`` of a strictly lower 16×16 matrix by block forward substitution, accurate to 1e-6.
+
+    For unit keys every intermediate is a block of the inverse or of a product of two (entries at most 1 and 16), so
+    nothing can overflow or cancel. The shorter doubling product ``(I−L)(I+L²)(I+L⁴)(I+L⁸)`` has neither property:
+    with identical keys |L⁸| passes 3000.
+    """
+    X = tl.where(row == col, 1.0, 0.0) - tl.where((row // 2 == col // 2) & (row > col), L, 0.0)
+    X = _join_blocks(X, L, row, col, 2)
+    X = _join_blocks(X, L, row, col, 4)
+    return _join_blocks(X, L, row, col, 8)
