@@ -214,8 +214,9 @@ def base_model() -> ModelConfig:
 
 
 def _tiny() -> RunConfig:
-    """A run of three minutes sees some 300,000 tokens, so it takes small batches (the rule of training.md §4 gives about
-    1,000 tokens) and a rate above the published range; both measured, see docs/log.md.
+    """Small batches and a rate above the published range, both measured (docs/log.md).
+
+    Three minutes on a CPU see some 400,000 tokens, for which the rule of training.md §4 gives batches of about 1,000.
     """
     return RunConfig(
         preset="tiny",

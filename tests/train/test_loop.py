@@ -1,4 +1,4 @@
-"""The loop as a whole: it learns, it resumes bit for bit, it does not depend on how a batch is cut, it stops politely."""
+"""The loop as a whole: it learns, resumes bit for bit, does not depend on how a batch is cut, and stops politely."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def test_finished_run(tmp_path):
         assert figure in page.text
     assert "finished, 40 steps" in page.text
     assert "0.43" in page.text and "layer 1 attention" in page.text and "layer 2 head 3" in page.text
-    assert "optim.lr" in page.text and "0.004 → 0.002" in page.text and "full_attention_layers" in page.text
+    assert "optim.lr" in page.text and "0.01 → 0.002" in page.text and "full_attention_layers" in page.text
     assert page.text.count("import def f(x):") == 4
     assert "report §2.2" in page.text and "report §2.1.1" in page.text and "report §2.3.3" in page.text
 

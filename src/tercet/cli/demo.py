@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="runs/demo", metavar="RUN", help="run directory (default runs/demo)")
     parser.add_argument("--data", default="data/demo", metavar="DIR", help="corpus directory (default data/demo)")
     parser.add_argument(
-        "--seconds", type=float, default=140.0, help="training time to fit the number of steps to (default 140)"
+        "--seconds", type=float, default=150.0, help="training time to fit the number of steps to (default 150)"
     )
     parser.add_argument("--steps", type=int, help="train exactly so many steps instead")
     parser.add_argument("--fresh", action="store_true", help="start again, deleting RUN if it is a demo's")
@@ -84,9 +84,8 @@ def _config(args: argparse.Namespace, corpus: Any, directory: Path, console: Any
         return read_config(directory)
     config = override(preset("tiny"), {"model.vocab_size": corpus.vocab_size, "data.path": str(args.data)})
     count = sizes(config.model)
-    console.print(
-        f"[bold]2. The model:[/] {count.total / 1e6:.2f} M parameters, {count.active_without_embedding / 1e6:.2f} M active"
-    )
+    sizes_text = f"{count.total / 1e6:.2f} M parameters, {count.active_without_embedding / 1e6:.2f} M active"
+    console.print(f"[bold]2. The model:[/] {sizes_text}")
     if args.steps is not None:
         return override(config, {"train.steps": args.steps})
     with tempfile.TemporaryDirectory() as scratch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import signal
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -278,7 +279,7 @@ class Trainer:
 
 
 def fit_to_time(
-    config: RunConfig, corpus: Corpus, directory: str | Path, seconds: float, trial_steps: int = 4
+    config: RunConfig, corpus: Corpus, directory: str | Path, seconds: float, trial_steps: int = 8
 ) -> RunConfig:
     """Return *config* with as many steps as fit into *seconds* on this machine, measured on a throw-away model.
 
@@ -286,17 +287,16 @@ def fit_to_time(
         config: the run; only ``train.steps`` changes.
         corpus: the run's corpus.
         directory: a scratch directory.
-        seconds: training time to aim for, evaluation included.
-        trial_steps: steps to time after one to warm up.
+        seconds: time to spend in optimiser steps; evaluations come on top.
+        trial_steps: steps to time, after two to warm up; the median counts.
     """
     trial = Trainer(config, corpus, directory)
-    rows = [trial.train_step() for _ in range(trial_steps + 1)][1:]
-    pace = sorted(rows[i]["seconds"] - (rows[i - 1]["seconds"] if i else 0) for i in range(1, len(rows)))
-    step_seconds = pace[len(pace) // 2]
-    started = time.perf_counter()
-    list(trial.evaluate())
-    evaluation = (time.perf_counter() - started) / config.train.eval_every
-    steps = max(20, math.floor(seconds / (step_seconds + evaluation)))
+    times = []
+    for _ in range(2 + trial_steps):
+        started = time.perf_counter()
+        trial.train_step()
+        times.append(time.perf_counter() - started)
+    steps = max(20, math.floor(seconds / statistics.median(times[2:])))
     return replace(config, train=replace(config.train, steps=steps))
 
 

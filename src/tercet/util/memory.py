@@ -23,4 +23,5 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):  # musl and others
         return False
     wanted = ((_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD), (_TRIM_THRESHOLD, _NEVER_TRIM), (_ARENA_MAX, 1))
-    return all([mallopt(name, value) for name, value in wanted])
+    taken = [mallopt(name, value) for name, value in wanted]
+    return all(taken)

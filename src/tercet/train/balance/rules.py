@@ -26,6 +26,9 @@ from tercet.ops import Routing
 from tercet.train.balance.balancer import Balancer
 from tercet.train.balance.quantile import Grid, count_needed, exact_quantile, needed_bias, solve_histogram
 
+CROWDED_STEPS = 50
+"""Steps in a row with an occupancy above 1 before the balancer says so."""
+
 
 class QuantileBalancer(Balancer):
     """Quantile Balancing from a histogram (report App. D)."""
@@ -39,7 +42,7 @@ class QuantileBalancer(Balancer):
         """int32 counts of the running step, zero between steps."""
         self._grids: dict[int, Grid] = {}
         self._averages: dict[int, Float[Tensor, "experts"]] = {}
-        self._warned = False
+        self._crowded_steps = 0
 
     def _open(self, layer: int) -> None:
         bias_N = self.bias(layer)
@@ -73,12 +76,19 @@ class QuantileBalancer(Balancer):
                 continue
             self._occupancy[layer] = float(estimate.occupancy.max())
             self._write(layer, self._smooth(layer, estimate.quantile))
-        worst = max(self._occupancy.values(), default=0.0)
-        if worst > 1.0 and not self._warned:
-            self._warned = True
+        self._watch_resolution(max(self._occupancy.values(), default=0.0))
+
+    def _watch_resolution(self, worst: float) -> None:
+        """Say once when bins have been too coarse for `CROWDED_STEPS` in a row (training.md §2.7).
+
+        An untrained router scores all tokens alike, so a few crowded steps at the start mean nothing.
+        """
+        self._crowded_steps = self._crowded_steps + 1 if worst > 1.0 else 0
+        if self._crowded_steps == CROWDED_STEPS:
             warnings.warn(
-                f"one histogram bin holds {worst:.2f} of an expert's target load, so the bias cannot balance better; "
-                f"balance.bins is {self.config.bins}, try {4 * self.config.bins}",
+                f"for {CROWDED_STEPS} steps one histogram bin has held more than an expert's target load (now "
+                f"{worst:.2f} of it), so the bias cannot balance better; balance.bins is {self.config.bins}, "
+                f"try {4 * self.config.bins}",
                 TercetWarning,
                 stacklevel=3,
             )
