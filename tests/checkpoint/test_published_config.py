@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,47 @@ def test_published_values() -> None:
     assert "gate_lower_bound" not in kimi["linear_attn_config"]
     assert "use_full_rank_gate" not in kimi["linear_attn_config"]
     assert (kimi["routed_scaling_factor"], kimi["q_lora_rank"]) == (2.446, None)
+
+
+def test_every_released_text_setting_is_written() -> None:
+    """model.md §1.1, value by value."""
+    text = dict(written("k3")["text_config"])
+    linear, quantisation = text.pop("linear_attn_config"), text.pop("quantization_config")
+    assert text == {
+        "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "vocab_size": 163840,
+        "hidden_size": 7168, "num_hidden_layers": 93, "num_attention_heads": 96, "num_key_value_heads": 96,
+        "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "mla_use_nope": True, "mla_use_output_gate": True, "intermediate_size": 33792, "first_k_dense_replace": 1,
+        "moe_layer_freq": 1, "moe_router_activation_func": "sigmoid", "moe_renormalize": True,
+        "use_grouped_topk": True, "num_nextn_predict_layers": 0, "bos_token_id": 163584, "eos_token_id": 163586,
+        "pad_token_id": 163839, "use_cache": True, "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5,
+        "initializer_range": 0.02, "hidden_act": "situ", "activation_situ_beta": 4.0,
+        "activation_situ_linear_beta": 25.0, "attn_res_block_size": 12, "num_experts": 896,
+        "num_experts_per_token": 16, "num_shared_experts": 2, "moe_intermediate_size": 3072,
+        "routed_expert_hidden_size": 3584, "latent_moe_use_norm": True, "routed_scaling_factor": 1.0,
+        "topk_method": "noaux_tc", "num_expert_group": 1, "topk_group": 1, "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+    }  # fmt: skip
+    assert {key for key in linear if not key.endswith("layers")} == {
+        "num_heads", "head_dim", "short_conv_kernel_size", "gate_lower_bound", "use_full_rank_gate",
+    }  # fmt: skip
+    assert quantisation["format"] == "mxfp4-pack-quantized"
+    scheme = quantisation["config_groups"]["group_0"]["weights"]
+    assert (scheme["num_bits"], scheme["group_size"], scheme["scale_dtype"]) == (4, 32, "torch.uint8")
+
+
+def test_M11_the_written_ignore_list_is_true() -> None:
+    """Every plain linear map of the layout matches a pattern, and no packed one does."""
+    patterns = [
+        re.compile(pattern.removeprefix("re:"))
+        for pattern in written("k3")["text_config"]["quantization_config"]["ignore"]
+    ]
+    for tensor in LAYOUTS["k3"].stored(MINIATURES["k3"], {**PUBLISHED_VISION, "text_hidden_size": 64}):
+        linear = len(tensor.shape) == 2 and not tensor.name.endswith("embed_tokens.weight")
+        if tensor.part == "packed":
+            assert not any(pattern.match(tensor.name) for pattern in patterns), tensor.name
+        elif tensor.part == "whole" and linear:
+            assert any(pattern.match(tensor.name) for pattern in patterns), tensor.name
 
 
 COMMON = """vocab_size hidden_size num_hidden_layers intermediate_size first_k_dense_replace rms_norm_eps

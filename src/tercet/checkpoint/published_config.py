@@ -308,8 +308,9 @@ _IGNORED_LINEARS = [
     "re:.*mm_projector.*",
     "re:.*routed_expert_(down|up)_proj.*",
     r"re:.*block_sparse_moe\.gate.*",
+    "re:.*_res_proj.*",
 ]
-"""The released patterns, and the two that make the list true: latent projections and router are plain (§6)."""
+"""The released patterns, and those that make the list true: latent projections, router and queries are plain (§6)."""
 
 
 def _quantisation_config() -> dict[str, Any]:
