@@ -6,7 +6,7 @@ Two comparisons, all arms in turn within one run:
 * ``tercet kimi-linear`` — the same code configured as Kimi-Linear: what transformers' model computes, no more.
 * ``transformers`` — its ``kimi_linear`` model at the same sizes with ``torch.optim.AdamW`` in a plain loop.
 
-    python bench/train_peer.py [--rounds 5] [--threads 2]
+    python bench/train_peer.py [--rounds 5] [--threads 2] [--sequences 8] [--length 512]
 
 Prints tokens per second (median over rounds) and the ratio to transformers, round by round.
 """
@@ -27,6 +27,7 @@ from tercet.config import ModelConfig, RunConfig
 from tercet.data import Corpus, Loader, prepare, python_library_corpus
 from tercet.presets import preset, with_vocab
 from tercet.train.loop import Trainer
+from tercet.util.settings import override
 
 
 def as_kimi_linear(config: ModelConfig) -> ModelConfig:
@@ -114,11 +115,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--sequences", type=int, default=8, help="sequences in a batch, half in each micro-batch")
+    parser.add_argument("--length", type=int, default=512, help="tokens in a sequence")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
-        tiny = preset("tiny")
+        tiny = override(
+            preset("tiny"),
+            {
+                "data.batch_sequences": args.sequences,
+                "data.sequence_length": args.length,
+                "train.micro_batch_sequences": args.sequences // 2,
+            },
+        )
         corpus = prepare(python_library_corpus(), root / "corpus", vocab_size=tiny.model.vocab_size)
         tiny = with_vocab(tiny, corpus.vocab_size)
         linear = replace(tiny, model=as_kimi_linear(tiny.model))
@@ -129,6 +139,7 @@ def main() -> None:
         }
         speeds: dict[str, list[float]] = {name: [] for name in arms}
         for step in arms.values():
+            step()
             step()
         for _ in range(args.rounds):
             for name, step in arms.items():
