@@ -1,9 +1,11 @@
-"""What every GPU kernel's wrapper needs: aligned inputs and the size of the device."""
+"""What every GPU kernel's wrapper needs: aligned inputs, the size of the device, and registration as one operator."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -40,3 +42,66 @@ def operand_type(dtype: torch.dtype) -> tl.dtype:
     if dtype == torch.bfloat16:
         return tl.float32 if INTERPRETED else tl.bfloat16
     return tl.float16 if dtype == torch.float16 else tl.float32
+
+
+class GPUOperator:
+    """A host function that launches kernels, registered with torch.library so that a compiler sees one operator.
+
+    Outside of compilation the function is called directly, through one autograd node: the registered path costs the
+    CPU several times as much, which small tensors feel.
+    """
+
+    def __init__(self, function: Callable[..., Any], name: str, schema: str, mutates_args: Iterable[str]):
+        self.function = function
+        self.registered = torch.library.custom_op(name, function, mutates_args=mutates_args, schema=schema)
+        self.gradient: Callable[..., Any] | None = None
+        self.setup: Callable[..., None] | None = None
+
+    def register_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Set the function that makes outputs of the right shape without running."""
+        return self.registered.register_fake(function)
+
+    def register_autograd(self, gradient: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
+        """Set the backward function and what it needs saved."""
+        self.gradient, self.setup = gradient, setup_context
+        self.registered.register_autograd(gradient, setup_context=setup_context)
+
+    def __call__(self, *args: Any) -> Any:
+        """Run on *args*, positionally as in the schema."""
+        if torch.compiler.is_compiling():
+            return self.registered(*args)
+        flat = _flatten(args)
+        wanted = self.gradient is not None and torch.is_grad_enabled()
+        if not wanted or not any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+            return self.function(*args)
+        return _Eager.apply(self, [len(x) if isinstance(x, list) else None for x in args], *flat)
+
+
+class _Eager(torch.autograd.Function):
+    """Autograd node of a `GPUOperator`; lists of tensors travel flattened."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: GPUOperator, sizes: list[int | None], *flat: Any) -> Any:
+        rest = iter(flat)
+        args = tuple(next(rest) if n is None else [next(rest) for _ in range(n)] for n in sizes)
+        output = operator.function(*args)
+        assert operator.setup is not None
+        operator.setup(ctx, args, output)
+        ctx.operator = operator
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        result = ctx.operator.gradient(ctx, *grads)
+        return None, None, *_flatten(result if isinstance(result, tuple) else (result,))
+
+
+def _flatten(values: Sequence[Any]) -> list[Any]:
+    return [x for value in values for x in (value if isinstance(value, list) else [value])]
+
+
+def operator(
+    name: str, *, schema: str, mutates_args: Iterable[str] = ()
+) -> Callable[[Callable[..., Any]], GPUOperator]:
+    """Register the decorated host function as the operator *name*; see `GPUOperator`."""
+    return lambda function: GPUOperator(function, name, schema, mutates_args)

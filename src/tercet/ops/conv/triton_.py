@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.glu.triton_ import sigmoid
-from tercet.ops.gpu import dense, float_refusal
+from tercet.ops.gpu import dense, float_refusal, operator
 
 _TOKENS, _CHANNELS = 32, 128
 
@@ -125,9 +125,8 @@ def _grid(tokens: int, channels: int) -> tuple[int, int]:
     return triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, _CHANNELS)
 
 
-@torch.library.custom_op(
+@operator(
     "tercet::short_conv",
-    mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? state, Tensor sequences, Tensor begins, Tensor ends) -> Tensor",
 )
 def _forward(
@@ -159,9 +158,8 @@ def _(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op(
+@operator(
     "tercet::short_conv_backward",
-    mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? state, Tensor grad, Tensor sequences, Tensor begins, Tensor ends)"
     " -> (Tensor, Tensor)",
 )

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, float_refusal
+from tercet.ops.gpu import dense, float_refusal, operator
 
 CHUNK_BYTES = 5 << 28
 """Largest buffer of fp32 logits: 1.25 GiB, 2048 tokens of a 163,840-word vocabulary."""
@@ -160,9 +160,8 @@ def _launch(
     )
 
 
-@torch.library.custom_op(
+@operator(
     "tercet::linear_cross_entropy",
-    mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor targets, Tensor loss_weight, bool need_x, bool need_weight)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
 )
@@ -189,8 +188,9 @@ def _(
     return losses.new_empty(()), losses, d_x, d_weight
 
 
-@torch.library.custom_op("tercet::scale_", mutates_args=("values",), schema="(Tensor(a!) values, Tensor factor) -> ()")
+@operator("tercet::scale_", mutates_args=("values",), schema="(Tensor(a!) values, Tensor factor) -> ()")
 def _scale(values: Tensor, factor: Tensor) -> None:
+    torch.autograd.graph.increment_version(values)
     if values.numel():
         _scale_kernel[(triton.cdiv(values.numel(), 4096),)](values, factor, values.numel(), BLOCK=4096)
 
@@ -214,9 +214,8 @@ def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]
 _cross_entropy.register_autograd(_differentiate, setup_context=_save)
 
 
-@torch.library.custom_op(
+@operator(
     "tercet::token_logprobs",
-    mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor targets, float temperature) -> (Tensor, Tensor, Tensor)",
 )
 def _logprobs(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -234,9 +233,8 @@ def _(x: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[T
     return logprob, torch.empty_like(logprob), torch.empty_like(logprob)
 
 
-@torch.library.custom_op(
+@operator(
     "tercet::token_logprobs_backward",
-    mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor targets, float temperature, Tensor entropy, Tensor normaliser,"
     " Tensor d_logprob, Tensor d_entropy) -> (Tensor, Tensor)",
 )

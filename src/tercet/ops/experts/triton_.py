@@ -10,7 +10,7 @@ Shapes: T tokens, k choices, R = T·k rows, E experts, L latent width, I inner w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from tercet.ops.experts.triton_products import (
     weight_gradient_kernel,
 )
 from tercet.ops.glu import Activation
-from tercet.ops.gpu import INTERPRETED, dense, float_refusal, operand_type
+from tercet.ops.gpu import INTERPRETED, dense, float_refusal, operand_type, operator
 
 _GROUP = 8
 
@@ -48,15 +48,24 @@ class Tile:
         return {**shape, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def _row_tile(rows: int, experts: int, dtype: torch.dtype, *, columns: int) -> Tile:
-    """Choose a tile for products over rows from the mean rows an expert, which is known without asking the GPU."""
+def _row_tile(rows: int, experts: int, dtype: torch.dtype, *, wide: bool) -> Tile:
+    """Choose a tile for products over rows from the mean rows an expert, which is known without asking the GPU.
+
+    Args:
+        rows: rows of all experts.
+        experts: number of experts.
+        dtype: type of rows and weights.
+        wide: the kernel keeps one sum a value and has a light epilogue, so a program can own 256 columns.
+    """
     if INTERPRETED:
         return Tile(16, 16, 16, 1, 1)
     mean = rows / experts
     height = 128 if mean > 96 else 64 if mean > 24 else 16
     if dtype == torch.float32:
         return Tile(min(height, 64), 64, 32, 4, 2)
-    return Tile(height, columns, 64, 8 if height == 128 else 4, 4)
+    if height == 128:
+        return Tile(128, 256 if wide else 128, 64, 8, 4)
+    return Tile(height, 128, 64, 4, 4)
 
 
 def _weight_tile(dtype: torch.dtype) -> Tile:
@@ -136,9 +145,8 @@ def _combine(rows: Tensor, slot: Tensor, weights: Tensor | None, dtype: torch.dt
     return out
 
 
-@torch.library.custom_op(
+@operator(
     "tercet::routed_experts",
-    mutates_args=(),
     schema="(Tensor z, Tensor weights, Tensor experts, Tensor w1, Tensor w2, Tensor w3, bool situ, float beta,"
     " float linear_beta) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
@@ -161,7 +169,7 @@ def _forward(
     up, hidden = torch.empty_like(gate), torch.empty_like(gate)
     if rows == 0:
         return torch.empty_like(z), gate, up, *plan
-    work = _Work.cut(plan, _row_tile(rows, count, z.dtype, columns=128), z.dtype)
+    work = _Work.cut(plan, _row_tile(rows, count, z.dtype, wide=False), z.dtype)
     gate_up_kernel[work.grid(inner)](
         z,
         plan.choice,
@@ -179,7 +187,8 @@ def _forward(
         SITU=situ,
         **work.options(),
     )
-    y = _multiply_rows(work, [(hidden, w2)], transposed=False)
+    wide = replace(work, tile=_row_tile(rows, count, z.dtype, wide=True))
+    y = _multiply_rows(wide, [(hidden, w2)], transposed=False)
     return _combine(y, plan.slot, weights, z.dtype), gate, up, *plan
 
 
@@ -193,9 +202,8 @@ def _(z: Tensor, weights: Tensor, experts: Tensor, w1: Tensor, *_: Any) -> tuple
     return z.new_empty(z.shape), gate, torch.empty_like(gate), choice, slot, ends
 
 
-@torch.library.custom_op(
+@operator(
     "tercet::routed_experts_backward",
-    mutates_args=(),
     schema="(Tensor d_out, Tensor z, Tensor weights, Tensor w1, Tensor w2, Tensor w3, Tensor gate, Tensor up,"
     " Tensor choice, Tensor slot, Tensor ends, bool situ, float beta, float linear_beta)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
@@ -222,7 +230,7 @@ def _backward(
         zeros = (torch.zeros_like(w1), torch.zeros_like(w2), torch.zeros_like(w3))
         return torch.empty_like(z), torch.empty_like(weights), *zeros
     plan = Plan(choice, slot, ends)
-    work = _Work.cut(plan, _row_tile(rows, count, z.dtype, columns=128), z.dtype)
+    work = _Work.cut(plan, _row_tile(rows, count, z.dtype, wide=False), z.dtype)
     weighted, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
     pulls = torch.empty(triton.cdiv(inner, work.tile.columns), rows, dtype=torch.float32, device=z.device)
     hidden_gradient_kernel[work.grid(inner)](
@@ -251,7 +259,8 @@ def _backward(
     rows_z, rows_d_out = z.index_select(0, token), d_out.index_select(0, token)
     d_w1, d_w3 = _weight_gradient(plan, d_gate, rows_z), _weight_gradient(plan, d_up, rows_z)
     d_w2 = _weight_gradient(plan, rows_d_out, weighted)
-    d_rows = _multiply_rows(work, [(d_gate, w1), (d_up, w3)], transposed=True)
+    wide = replace(work, tile=_row_tile(rows, count, z.dtype, wide=True))
+    d_rows = _multiply_rows(wide, [(d_gate, w1), (d_up, w3)], transposed=True)
     return _combine(d_rows, slot, None, z.dtype), d_weights, d_w1, d_w2, d_w3
 
 

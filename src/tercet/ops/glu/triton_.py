@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, float_refusal
+from tercet.ops.gpu import dense, float_refusal, operator
 
 _BLOCK = 2048
 
@@ -78,9 +78,7 @@ def _backward_kernel(grad, gate, up, d_gate, d_up, count, beta, linear_beta, BLO
     tl.store(d_up + at, (d * by_up).to(d_up.dtype.element_ty), mask=inside)
 
 
-@torch.library.custom_op(
-    "tercet::situ_glu", mutates_args=(), schema="(Tensor gate, Tensor up, float beta, float linear_beta) -> Tensor"
-)
+@operator("tercet::situ_glu", schema="(Tensor gate, Tensor up, float beta, float linear_beta) -> Tensor")
 def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
     gate, up = dense(gate), dense(up)
     out = torch.empty_like(gate)
@@ -96,9 +94,8 @@ def _(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-@torch.library.custom_op(
+@operator(
     "tercet::situ_glu_backward",
-    mutates_args=(),
     schema="(Tensor grad, Tensor gate, Tensor up, float beta, float linear_beta) -> (Tensor, Tensor)",
 )
 def _situ_backward(grad: Tensor, gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, float_refusal, multiprocessors, operand_type
+from tercet.ops.gpu import dense, float_refusal, multiprocessors, operand_type, operator
 from tercet.ops.newton_schulz import reference
 
 MAX_ROWS = 128
@@ -248,17 +248,15 @@ def _segment(x: Tensor, coefficients: tuple[tuple[float, float, float], ...], *,
         width,
         *out.stride(),
         R=padded,
-        BLOCK=64,
+        BLOCK=_COLUMNS,
         OPERAND=operand,
         STAGES=3,
-        num_warps=4,
+        num_warps=8,
     )
     return out
 
 
-@torch.library.custom_op(
-    "tercet::newton_schulz", mutates_args=(), schema="(Tensor blocks, float[] coefficients) -> Tensor"
-)
+@operator("tercet::newton_schulz", schema="(Tensor blocks, float[] coefficients) -> Tensor")
 def _newton_schulz(blocks: Tensor, coefficients: list[float]) -> Tensor:
     steps = tuple(zip(coefficients[::3], coefficients[1::3], coefficients[2::3]))
     x = dense(blocks)

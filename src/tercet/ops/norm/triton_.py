@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.glu.triton_ import sigmoid
-from tercet.ops.gpu import dense, float_refusal, multiprocessors
+from tercet.ops.gpu import dense, float_refusal, multiprocessors, operator
 
 MAX_WIDTH = 16384
 _TILE = 4096
@@ -100,9 +100,7 @@ def _shape(x: Tensor) -> tuple[int, dict[str, int]]:
     return x.numel() // dim, {"D": dim, "ROWS": rows, "BLOCK": block, "num_warps": 8 if block > 4096 else 4}
 
 
-@torch.library.custom_op(
-    "tercet::rms_norm", mutates_args=(), schema="(Tensor x, Tensor? gate, Tensor weight, float eps) -> (Tensor, Tensor)"
-)
+@operator("tercet::rms_norm", schema="(Tensor x, Tensor? gate, Tensor weight, float eps) -> (Tensor, Tensor)")
 def _forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     x, weight = dense(x), dense(weight)
     out, r = torch.empty_like(x), torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
@@ -120,9 +118,8 @@ def _(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> tuple[Tenso
     return x.new_empty(x.shape), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op(
+@operator(
     "tercet::rms_norm_backward",
-    mutates_args=(),
     schema="(Tensor x, Tensor? gate, Tensor weight, Tensor grad, Tensor r) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(x: Tensor, gate: Tensor | None, weight: Tensor, grad: Tensor, r: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,0 +1,73 @@
+"""AttnRes kernels in Triton's interpreter against the formula in fp64 (kernels.md §7, M8)."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from numerics import assert_same, relative_error
+from tercet.errors import UnsupportedError
+from tercet.ops import attn_res, use_tier
+from tercet.ops.attn_res import reference, triton_
+
+
+def ours(norm_weight, query, *sources):
+    return attn_res(sources, norm_weight, query)
+
+
+def formula(norm_weight, query, *sources):
+    return reference.attn_res(*sources, norm_weight=norm_weight, query=query, eps=1e-5)
+
+
+@pytest.mark.parametrize(("n", "dim", "tokens"), [(2, 24, 1), (5, 33, 2)])
+def test_values_and_gradients(n, dim, tokens):
+    assert_same(ours, formula, [torch.randn(dim), torch.randn(dim), *torch.randn(n, tokens, dim)], 1e-5, "triton")
+
+
+def test_more_tokens_than_programs(monkeypatch):
+    monkeypatch.setattr(triton_, "_PROGRAMS", 1)
+    assert_same(ours, formula, [torch.randn(8), torch.randn(8), *torch.randn(2, 9, 8)], 1e-5, "triton")
+
+
+def test_one_source_is_returned():
+    v = torch.randn(3, 16)
+    with use_tier("triton"):
+        assert torch.equal(ours(torch.randn(16), torch.randn(16), v), v)
+
+
+def test_one_huge_source_and_zero_query():
+    vs = [torch.randn(2, 16), 1e4 * torch.randn(2, 16), torch.randn(2, 16)]
+    assert_same(ours, formula, [torch.ones(16), torch.randn(16), *vs], 1e-4, "triton")
+    with use_tier("triton"):
+        assert torch.allclose(ours(torch.ones(16), torch.zeros(16), *vs), sum(vs) / 3, rtol=1e-6)
+
+
+def test_strided_and_misaligned_sources():
+    bank = torch.randn(3, 4, 17)
+    inputs = [torch.randn(16), torch.randn(16), bank[:, 0, 1:], bank[:, 2, :16], torch.randn(49)[1:].view(3, 16)]
+    assert_same(
+        lambda *x: ours(*inputs[:2], *inputs[2:]) + 0 * sum(y.sum() for y in x),
+        formula_of(inputs),
+        [torch.ones(1)],
+        1e-5,
+        "triton",
+    )
+
+
+def formula_of(inputs):
+    wide = [x.double() for x in inputs]
+    return lambda *x: formula(*wide) + 0 * sum(y.sum() for y in x)
+
+
+def test_weights_are_fp32_for_bf16_sources():
+    """M8: scores that pass through bf16 would be off by 1e-3."""
+    weight, query = torch.randn(64), torch.randn(64)
+    sources = [torch.randn(2, 64).bfloat16() for _ in range(3)]
+    _, p, _ = triton_._forward(sources, weight, query, 1e-5)
+    expected = reference.weights([v.double() for v in sources], weight.double(), query.double(), 1e-5)
+    assert relative_error(p, expected) < 1e-6
+
+
+def test_declines_mixed_types():
+    with use_tier("triton"), pytest.raises(UnsupportedError, match="several types"):
+        ours(torch.ones(4), torch.ones(4), torch.randn(2, 4), torch.randn(2, 4).bfloat16())

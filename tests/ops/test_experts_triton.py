@@ -1,0 +1,79 @@
+"""Expert kernels in Triton's interpreter against the loop over choices (kernels.md §10, §11; E-04)."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from numerics import assert_same
+from tercet.ops import routed_experts, use_tier
+from tercet.ops.experts import reference, triton_
+from tercet.ops.experts.triton_plan import plan_rows, tile_rows
+
+
+def choices(kind, tokens=18, experts=6, k=2):
+    picked = torch.stack([torch.randperm(experts - 1)[:k] for _ in range(tokens)])
+    if kind == "one":
+        picked = torch.tensor([[4, 1]]).expand(tokens, k)
+    return picked + (kind == "empty first")
+
+
+def tensors(experts=6, tokens=18, latent=20, inner=24):
+    weights = torch.rand(tokens, 2)
+    weights[3] = 0
+    matrices = [torch.randn(experts, *s) / 4 for s in ((inner, latent), (latent, inner), (inner, latent))]
+    return [torch.randn(tokens, latent), weights, *matrices]
+
+
+@pytest.mark.parametrize(("kind", "activation"), [("empty last", "situ"), ("empty first", "silu"), ("one", "situ")])
+def test_values_and_gradients(kind, activation):
+    experts = choices(kind)
+
+    def ours(z, p, *w):
+        return routed_experts(z, p, experts, *w, activation=activation)
+
+    def formula(z, p, *w):
+        return reference.routed_experts(z, p, experts, *w, activation=activation, beta=4.0, linear_beta=25.0)
+
+    assert_same(ours, formula, tensors(), 1e-5, "triton")
+
+
+def test_repeats_are_identical():
+    z, p, *w = tensors()
+    with use_tier("triton"):
+        first, second = (routed_experts(z, p, choices("one"), *w) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+def test_no_rows():
+    z, p, *w = tensors(tokens=18)
+    with use_tier("triton"):
+        out = routed_experts(z[:0].requires_grad_(), p[:0], choices("one")[:0], *w)
+    assert out.shape == (0, 20)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 5, 1), (140, 9, 3), (40, 896, 16)])
+def test_plan_is_a_stable_sort(tokens, experts, k):
+    chosen = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)])
+    plan = plan_rows(chosen, experts)
+    assert torch.equal(plan.choice.long(), chosen.flatten().argsort(stable=True))
+    assert torch.equal(plan.choice[plan.slot.flatten().long()].long(), torch.arange(tokens * k))
+    assert torch.equal(plan.ends.long(), torch.bincount(chosen.flatten(), minlength=experts).cumsum(0))
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 127, 128, 129, 0], [300], [0, 0, 5]])
+def test_tiles_cover_every_row_once(counts):
+    ends = torch.tensor(counts).cumsum(0).int()
+    table = tile_rows(ends, int(ends[-1]), 128)
+    covered = []
+    for expert, first in zip(table.expert.tolist(), table.first.tolist()):
+        if expert >= 0:
+            covered += range(first, min(first + 128, int(ends[expert])))
+            assert first >= int(ends[expert]) - counts[expert]
+    assert covered == list(range(int(ends[-1])))
+
+
+def test_declines_mixed_types():
+    z, p, *w = tensors()
+    reason = triton_.declines(z.bfloat16(), p, choices("one"), *w)
+    assert "bfloat16" in reason

@@ -1,0 +1,46 @@
+"""Every kernel is one registered operator: schema, shapes for tracing, and autograd agree with what it does."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tercet.ops.attn_res import triton_ as attn_res
+from tercet.ops.conv import triton_ as conv
+from tercet.ops.cross_entropy import triton_ as cross_entropy
+from tercet.ops.experts import triton_ as experts
+from tercet.ops.glu import triton_ as glu
+from tercet.ops.newton_schulz import triton_ as newton_schulz
+from tercet.ops.norm import triton_ as norm
+
+
+def leaf(*shape):
+    return torch.randn(shape, requires_grad=True)
+
+
+def expert_inputs():
+    matrices = [leaf(3, *s) for s in ((4, 6), (6, 4), (4, 6))]
+    return leaf(5, 6), leaf(5, 2), torch.randint(3, (5, 2)), *matrices, True, 4.0, 25.0
+
+
+CASES = {
+    "attn_res": (attn_res._forward, lambda: ([leaf(2, 8), leaf(2, 8)], leaf(8), leaf(8), 1e-5)),
+    "newton_schulz": (newton_schulz._newton_schulz, lambda: (torch.randn(1, 4, 8), [3.0, -4.0, 2.0])),
+    "cross_entropy": (
+        cross_entropy._cross_entropy,
+        lambda: (leaf(4, 8), leaf(9, 8), torch.randint(9, (4,)), torch.ones(4), True, True),
+    ),
+    "token_logprobs": (cross_entropy._logprobs, lambda: (leaf(4, 8), leaf(9, 8), torch.randint(9, (4,)), 0.7)),
+    "routed_experts": (experts._forward, expert_inputs),
+    "situ_glu": (glu._situ, lambda: (leaf(6), leaf(6), 4.0, 25.0)),
+    "rms_norm": (norm._forward, lambda: (leaf(3, 8), leaf(3, 8), leaf(8), 1e-5)),
+    "short_conv": (conv._forward, lambda: (leaf(5, 6), leaf(6, 1, 4), None, *conv._bounds((5,), torch.device("cpu")))),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_registration(name):
+    operator, inputs = CASES[name]
+    torch.library.opcheck(
+        operator, inputs(), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+    )
