@@ -22,6 +22,7 @@ import venv
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import numpy as np
 import torch
 from torch import Tensor
@@ -101,6 +102,17 @@ def relative(x: np.ndarray, y: Tensor) -> float:
     return float(difference.norm() / y.norm())
 
 
+def same_tensors(a: Path, b: Path) -> bool:
+    """Whether two GGUF files hold the same tensors, types and bytes."""
+    x, y = ({tensor.name: tensor for tensor in gguf.GGUFReader(path).tensors} for path in (a, b))
+    return x.keys() == y.keys() and all(
+        x[name].tensor_type == y[name].tensor_type
+        and x[name].shape.tolist() == y[name].shape.tolist()
+        and np.array_equal(x[name].data, y[name].data)
+        for name in x
+    )
+
+
 def compare(name: str, config: ModelConfig, work: Path, python: Path, source: Path) -> bool:
     """Write one miniature, run it three ways, print the distances."""
     folder = work / name
@@ -113,7 +125,8 @@ def compare(name: str, config: ModelConfig, work: Path, python: Path, source: Pa
         path.unlink(missing_ok=True)
     export_gguf(folder, ours, dtype="F32", show=False)
     subprocess.run([sys.executable, str(HERE / "convert.py"), str(source), str(folder), str(theirs)], check=True)
-    fine = True
+    fine = same_tensors(ours, theirs)
+    print(f"{name:<12} {'all' if fine else 'NOT ALL'} tensors of the two GGUF files are bit for bit the same")
     for label, path in (("tercet's GGUF", ours), ("llama.cpp's converter", theirs)):
         out = work / "logits.npy"
         subprocess.run(

@@ -338,6 +338,7 @@ def _write(
     architecture = ARCHITECTURES[natural_layout(config).name]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_name(path.name.removeprefix(".").removesuffix(".part").removesuffix(".gguf"))
+    writer.add_type("model")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for key, value in metadata(config).items():
         _add(writer, f"{architecture}.{key}", value)
