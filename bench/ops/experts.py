@@ -1,0 +1,70 @@
+"""Routed experts: 112 experts of 3584 → 3072 → 3584, 16,384 rows, skewed."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from harness import Case, compare, gradients
+
+from tercet.ops import routed_experts, situ_glu
+from tercet.ops.experts import reference
+
+
+def cases(device: torch.device) -> list[Case]:
+    """Return forward, and forward + backward; peers are PyTorch's grouped products around an activation."""
+    big = device.type == "cuda"
+    count, latent, inner, tokens, k = (112, 3584, 3072, 1024, 16) if big else (6, 32, 48, 40, 2)
+    dtype = torch.bfloat16 if big else torch.float32
+    z = torch.randn(tokens, latent, device=device).to(dtype)
+    weights = torch.rand(tokens, k, device=device)
+    popularity = torch.arange(1, count + 1, device=device).float() ** -0.5
+    experts = torch.multinomial(popularity.expand(tokens, -1), k)
+    shapes = ((inner, latent), (latent, inner), (inner, latent))
+    matrices = [(torch.randn(count, *s, device=device) / s[1] ** 0.5).to(dtype) for s in shapes]
+
+    def ours(z, weights, *matrices):
+        return routed_experts(z, weights, experts, *matrices)
+
+    def grouped(activation):
+        def peer(z, weights, w1, w2, w3):
+            order = experts.flatten().argsort(stable=True)
+            offs = torch.bincount(experts.flatten(), minlength=count).cumsum(0).int()
+            rows = z[order // k]
+            gate, up = (F.grouped_mm(rows, w.transpose(1, 2), offs=offs) for w in (w1, w3))
+            y = F.grouped_mm(activation(gate, up), w2.transpose(1, 2), offs=offs)
+            out = torch.zeros(z.shape, device=device)
+            return out.index_add(0, order // k, y.float() * weights.flatten()[order][:, None]).to(z.dtype)
+
+        return peer
+
+    def eager(gate, up):
+        g, u = gate.float(), up.float()
+        return (4 * torch.tanh(g / 4) * torch.sigmoid(g) * 25 * torch.tanh(u / 25)).to(gate.dtype)
+
+    def check():
+        few = min(count, 9)
+        chosen = experts[:100] % few
+        small = [m[:few, : m.shape[1] // 8, : m.shape[2] // 8].contiguous() for m in matrices]
+        tensors = {"z": z[:100, : latent // 8], "weights": weights[:100]}
+        tensors |= dict(zip(("w1", "w2", "w3"), small))
+
+        def run(z, p, *w):
+            return routed_experts(z, p, chosen, *w)
+
+        def formula(z, p, *w):
+            return reference.routed_experts(z, p, chosen, *w, activation="situ", beta=4.0, linear_beta=25.0)
+
+        return compare(run, formula, tensors, {"out": 5e-3, "gradients": 5e-3})
+
+    inputs = [z, weights, *matrices]
+    peers = {"grouped_mm + eager activation": grouped(eager), "grouped_mm + SiTU kernel": grouped(situ_glu)}
+    peers = peers if big else {}
+    size = 2 * sum(m.numel() for m in matrices)
+    flops = 2 * tokens * k * 3 * latent * inner
+    with torch.no_grad():
+        forward = {name: (lambda f=f: f(*inputs)) for name, f in peers.items()}
+    both = {name: gradients(f, inputs) for name, f in peers.items()}
+    return [
+        Case("experts forward", lambda: ours(*inputs), forward, check, size, flops),
+        Case("experts forward + backward", gradients(ours, inputs), both, bytes=3 * size, flops=3 * flops),
+    ]
