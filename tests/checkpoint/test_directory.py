@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tercet.checkpoint.directory import CheckpointDirectory
+from tercet.checkpoint.inspection import summarize
+from tercet.checkpoint.layouts import LAYOUTS, StoredTensor, index
 from tercet.checkpoint.load import load_model, load_weights
 from tercet.checkpoint.mxfp4 import PackedWeight
+from tercet.checkpoint.published_config import write_config
+from tercet.checkpoint.vision import PUBLISHED_VISION
 from tercet.checkpoint.weights import weights
 from tercet.checkpoint.writer import INDEX_NAME
 from tercet.errors import CheckpointError, ConfigError
 from tercet.model import build
+from tercet.presets import k3_model
 from tests.checkpoint.miniatures import MINIATURE, MINIATURES, editable, published
 
 K3_EXPERT = "language_model.model.layers.1.block_sparse_moe.experts.3.w1.weight"
@@ -258,6 +264,30 @@ def test_loading_leaves_the_files_alone(tmp_path: Path) -> None:
         for parameter in model.parameters():
             parameter.zero_()
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
+
+
+@pytest.mark.slow
+def test_the_whole_of_k3_is_verified_from_headers(tmp_path: Path) -> None:
+    """All 96 headers of the released size over files full of holes: 1.56 TB that take no room."""
+    chosen, config = LAYOUTS["k3"], k3_model()
+    by_shard: dict[int, list[StoredTensor]] = {}
+    for tensor in chosen.stored(config, PUBLISHED_VISION):
+        by_shard.setdefault(tensor.shard, []).append(tensor)
+    for shard, tensors in by_shard.items():
+        table, offset = {}, 0
+        for tensor in tensors:
+            offsets = [offset, offset := offset + tensor.nbytes]
+            table[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": offsets}
+        header = json.dumps(table).encode()
+        with open(tmp_path / chosen.shard_name(shard, 96), "wb") as handle:
+            handle.write(struct.pack("<Q", len(header)) + header)
+            handle.truncate(8 + len(header) + offset)
+    (tmp_path / INDEX_NAME).write_text(json.dumps(index(chosen, config, PUBLISHED_VISION)))
+    (tmp_path / "config.json").write_text(json.dumps(write_config(chosen, config, PUBLISHED_VISION)))
+    directory = CheckpointDirectory.open(tmp_path)
+    assert (len(directory.entries), directory.nbytes) == (497_220, 1_560_860_324_864)
+    assert directory.misplaced() == 0
+    assert summarize(directory).quantised_share == pytest.approx(0.9794, abs=1e-4)
 
 
 def test_progress_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,7 +52,7 @@ def new_directory(path: str | Path) -> Iterator[Path]:
         CheckpointError: *path* exists and is not an empty directory; nothing is ever overwritten.
         StorageError: the disk refused a write; nothing is left behind.
     """
-    target = Path(path)
+    target = Path(path).absolute()
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise CheckpointError(f"{target} already exists; choose another directory, or remove it first")
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
