@@ -85,15 +85,16 @@ def measure(contenders: dict[str, Callable[[], Any]], *, seconds: float, device:
     for name, run in contenders.items():
         run()
         peaks[name] = _peak(run, device)
-        slowest = max(slowest, _once(run, flush))
+        slowest = max(slowest, _span(run, flush)())
     rounds = max(5, min(50, int(seconds * 1e3 / max(slowest, 1e-3) / len(contenders))))
     for run in contenders.values():
         for _ in range(min(20, rounds)):
             run()
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    spans: dict[str, list[Callable[[], float]]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
-            times[name].append(_once(run, flush))
+            spans[name].append(_span(run, flush))
+    times = {name: [elapsed() for elapsed in pending] for name, pending in spans.items()}
     results = {}
     for name, values in times.items():
         low, middle, high = statistics.quantiles(values, n=4)
@@ -101,18 +102,27 @@ def measure(contenders: dict[str, Callable[[], Any]], *, seconds: float, device:
     return results
 
 
-def _once(run: Callable[[], Any], flush: Tensor) -> float:
+def _span(run: Callable[[], Any], flush: Tensor) -> Callable[[], float]:
+    """Start *run* after a flush and return how to read its milliseconds; the GPU's queue is not drained in between.
+
+    So a GPU time holds launch latency only where the CPU cannot keep ahead, as in training.
+    """
     flush.zero_()
     if flush.device.type != "cuda":
         started = time.perf_counter()
         run()
-        return 1e3 * (time.perf_counter() - started)
+        elapsed = 1e3 * (time.perf_counter() - started)
+        return lambda: elapsed
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     run()
     end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
+
+    def read() -> float:
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    return read
 
 
 def _peak(run: Callable[[], Any], device: torch.device) -> int:

@@ -42,5 +42,7 @@ CASES = {
 def test_registration(name):
     operator, inputs = CASES[name]
     torch.library.opcheck(
-        operator, inputs(), test_utils=("test_schema", "test_autograd_registration", "test_faketensor")
+        operator.registered._opoverload,
+        inputs(),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
     )

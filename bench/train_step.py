@@ -1,0 +1,98 @@
+"""One training step of a preset on a GPU: our kernels, the torch tier, and the torch tier around fla's KDA.
+
+    python bench/train_step.py [base] [--set data.batch_sequences=16] [--steps 5]
+
+The same model, loss, optimiser and random tokens in one process; only the operators differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tercet.cli.common import add_configuration, configuration
+from tercet.ops.registry import OPERATORS, use_tier
+from tercet.train.timing import StepTiming, matmul_rate, measure_step
+
+
+@contextmanager
+def torch_everywhere(fused_kda: Callable | None) -> Iterator[None]:
+    """Force the torch tier, the formula where an operator has none, and *fused_kda* for KDA if given."""
+    kept = {name: operator.torch_tier for name, operator in OPERATORS.items()}
+    for operator in OPERATORS.values():
+        operator.torch_tier = operator.torch_tier or operator.reference
+    if fused_kda is not None:
+        OPERATORS["fused_kda"].torch_tier = fused_kda
+    try:
+        with use_tier("torch"):
+            yield
+    finally:
+        for name, tier in kept.items():
+            OPERATORS[name].torch_tier = tier
+
+
+def fla_kda(q, k, v, z, b, A_log, dt_bias, *, scale, lower_bound, state, cu_seqlens):
+    """Run KDA with fla's chunk kernels, gate, norms and sigmoid inside."""
+    from fla.ops.kda import chunk_kda
+
+    return chunk_kda(
+        q,
+        k,
+        v,
+        g=z,
+        beta=b,
+        A_log=A_log,
+        dt_bias=dt_bias.flatten(),
+        scale=scale,
+        initial_state=state,
+        use_qk_l2norm_in_kernel=True,
+        use_gate_in_kernel=True,
+        use_beta_sigmoid_in_kernel=True,
+        safe_gate=True,
+        lower_bound=lower_bound,
+        cu_seqlens=cu_seqlens.to(q.device, torch.long),
+        cu_seqlens_cpu=cu_seqlens.long(),
+    )
+
+
+def main() -> None:
+    """Time the arms and print a table row and the phases of each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_configuration(parser)
+    parser.add_argument("--steps", type=int, default=5)
+    args = parser.parse_args()
+    config, device = configuration(args), torch.device("cuda")
+    rate = matmul_rate(device)
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a large bf16 product: {rate / 1e12:.0f} TFLOP/s")
+    print("| arm | tokens/s | ms a step | TFLOP/s | MFU of 989 | peak GiB |\n|---|---|---|---|---|---|")
+    arms = {"ours": None, "torch tier + fla's KDA": torch_everywhere(fla_kda), "torch tier": torch_everywhere(None)}
+    for name, scope in arms.items():
+        try:
+            if scope is None:
+                timing = measure_step(config, device, steps=args.steps)
+            else:
+                with scope:
+                    timing = measure_step(config, device, steps=args.steps)
+        except (ImportError, torch.OutOfMemoryError) as error:
+            print(f"| {name} | did not run: {type(error).__name__} | | | | |", flush=True)
+            continue
+        finally:
+            gc.collect()
+            torch.cuda.empty_cache()
+        print(_line(name, timing), flush=True)
+
+
+def _line(name: str, timing: StepTiming) -> str:
+    phases = ", ".join(f"{p} {1e3 * s:.1f}" for p, s in sorted(timing.phases.items(), key=lambda x: -x[1]))
+    return (
+        f"| {name} | {timing.tokens_per_second:,.0f} | {1e3 * timing.seconds:.1f} | {timing.achieved / 1e12:.1f} "
+        f"| {100 * timing.achieved / 989e12:.1f} % | {timing.peak_bytes / 2**30:.1f} |\n  phases, ms: {phases}"
+    )
+
+
+if __name__ == "__main__":
+    main()
