@@ -72,10 +72,13 @@ class _Clock:
         self.spans[phase][-1].append(self.now())
 
     def seconds(self) -> dict[str, float]:
+        """Sum every phase; a recomputed forward that stops early leaves a span open, which counts as rest."""
         if self.on_gpu:
             torch.cuda.synchronize()
-            return {p: sum(a.elapsed_time(b) for a, b in pairs) / 1e3 for p, pairs in self.spans.items()}
-        return {p: sum(b - a for a, b in pairs) for p, pairs in self.spans.items()}
+        closed = {phase: [span for span in spans if len(span) == 2] for phase, spans in self.spans.items()}
+        if self.on_gpu:
+            return {p: sum(a.elapsed_time(b) for a, b in pairs) / 1e3 for p, pairs in closed.items()}
+        return {p: sum(b - a for a, b in pairs) for p, pairs in closed.items()}
 
 
 class _Mark(torch.autograd.Function):
