@@ -40,7 +40,7 @@ def test_phases_cover_the_step_and_leave_the_model_alone(recompute):
     [
         (["--steps", "0"], "--steps is 0"),
         (["--peak", "-1"], "must be positive"),
-        (["--set", "data.batch_sequences=3", "--set", "train.micro_batch_sequences=2"], "no multiple"),
+        (["--set", "data.batch_sequences=3", "--set", "train.micro_batch_sequences=2"], "must be a multiple"),
     ],
 )
 def test_nonsense_is_refused(flags, message, capsys):

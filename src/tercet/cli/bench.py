@@ -60,11 +60,6 @@ def _train(args: argparse.Namespace) -> int:
     if args.peak is not None and not args.peak > 0:
         raise ConfigError(f"--peak is {args.peak}; it must be positive")
     config = configuration(args)
-    if config.data.batch_sequences % config.train.micro_batch_sequences:
-        raise ConfigError(
-            f"data.batch_sequences = {config.data.batch_sequences} is no multiple of train.micro_batch_sequences = "
-            f"{config.train.micro_batch_sequences}"
-        )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with use_tier(args.tier):
         timing = measure_step(config, device, steps=args.steps)

@@ -25,7 +25,7 @@ from tercet.data import Corpus, Loader
 from tercet.data.batch import Batch
 from tercet.errors import ConfigError
 from tercet.eval.compression import bits_per_byte
-from tercet.model import CausalLM, Context, Observer, build, to_compute_dtype
+from tercet.model import CausalLM, Context, Observer, build, choose_device, to_compute_dtype
 from tercet.train.balance import balancer_for
 from tercet.train.balance.balancer import LayerBalance
 from tercet.train.checkpoint import (
@@ -33,6 +33,7 @@ from tercet.train.checkpoint import (
     checkpoints,
     copy_tokenizer,
     load_checkpoint,
+    lock_run,
     save_checkpoint,
     write_config,
 )
@@ -77,7 +78,8 @@ class Trainer:
             sinks: trackers that also receive every metrics row.
 
         Raises:
-            ConfigError: vocabulary and corpus disagree, or the directory belongs to another configuration.
+            ConfigError: vocabulary and corpus disagree, the directory belongs to another configuration or is in use
+                by another process, or more steps are done than the run shall have.
             CheckpointError: the newest checkpoint is damaged.
         """
         if corpus.vocab_size != config.model.vocab_size:
@@ -88,7 +90,7 @@ class Trainer:
         keep_freed_memory()
         self.config, self.corpus, self.directory = config, corpus, Path(directory)
         data, settings = config.data, config.train
-        self.device = _device(settings.device)
+        self.device = choose_device(settings.device)
         self.loader = Loader(
             corpus,
             sequence_length=data.sequence_length,
@@ -105,12 +107,13 @@ class Trainer:
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.validation: float | None = None
         self.samples = Samples(corpus)
-        if (self.directory / "config.json").exists():
-            check_same_run(self.directory, config)
-        write_config(self.directory, config)
+        self._lock = lock_run(self.directory)
+        earlier = check_same_run(self.directory, config) if (self.directory / "config.json").exists() else config
+        self._earlier_steps = earlier.train.steps
         copy_tokenizer(corpus.tokenizer, self.directory)
         if found := checkpoints(self.directory):
             self._resume(found[-1])
+        write_config(self.directory, config)
         self.log = MetricsLog(self.directory, sinks)
         self.log.truncate_after(self.step)
 
@@ -126,8 +129,8 @@ class Trainer:
         settings = self.config.train
         saved = self.step
         with _polite_interrupt() as interrupted, Progress(settings.steps, self.step) as progress:
-            if self.step:
-                progress.note(f"resumed at step {self.step}")
+            for text in self._opening():
+                progress.note(text)
             while self.step < settings.steps and not interrupted:
                 row = self.train_step()
                 self.log.append(row)
@@ -141,10 +144,22 @@ class Trainer:
                     saved = self.step
             if saved != self.step:
                 self.save()
-            if interrupted:
+            if self.step < settings.steps:
                 progress.note(f"stopped at step {self.step}; everything is saved, run the same command to go on")
         finished = self.step >= settings.steps
         return Outcome(self.step, finished, self.seconds, self.tokens, self.validation)
+
+    def _opening(self) -> Iterator[str]:
+        """Say what is unusual about this start."""
+        steps = self.config.train.steps
+        if self.step == steps:
+            yield f"all {steps} steps are done; nothing to train"
+        elif self.step:
+            yield f"resumed at step {self.step}"
+        if self._earlier_steps != steps:
+            yield f"train.steps was {self._earlier_steps}: from here the learning rate follows a run of {steps} steps"
+        if not self.samples.held_out:
+            yield "the corpus holds no text out: no bits per byte, no figures from inside the model"
 
     def train_step(self) -> dict[str, Any]:
         """Do one optimiser step and return its metrics row."""
@@ -222,9 +237,18 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Iterator[dict[str, Any]]:
-        """Yield a validation row, a probe row and a sample row; changes nothing about training."""
-        data, settings = self.config.data, self.config.train
+        """Yield a validation row, a probe row and a sample row; changes nothing about training.
+
+        A corpus without held-out text gives the sample alone.
+        """
         self.model.eval()
+        if self.samples.held_out:
+            yield from self._held_out()
+        yield self.samples.row(self.model, self.step, seed=self.config.train.seed)
+        self.model.train()
+
+    def _held_out(self) -> Iterator[dict[str, Any]]:
+        data = self.config.data
         score = bits_per_byte(
             self.model, self.corpus, sequence_length=data.sequence_length, limit=self._evaluation_limit()
         )
@@ -239,8 +263,6 @@ class Trainer:
         batch = next(iter(self.corpus.evaluation("validation", data.sequence_length, 2, limit=2))).batch
         batch = _to(batch, self.device)
         yield probe(self.model, batch.tokens, batch.cu_seqlens, self.step)
-        yield self.samples.row(self.model, self.step, seed=settings.seed)
-        self.model.train()
 
     def _evaluation_limit(self) -> int | None:
         """Validation windows to score now: a spread during training, all of them at the end."""
@@ -269,6 +291,11 @@ class Trainer:
 
     def _resume(self, checkpoint: Path) -> None:
         saved = load_checkpoint(checkpoint, self.model)
+        if saved.step > self.config.train.steps:
+            raise ConfigError(
+                f"{self.directory} has done {saved.step} steps, train.steps is {self.config.train.steps}; "
+                "set it to at least that, or choose another --out"
+            )
         self.optimizer.load_state_dict(saved.optimizer)
         state = saved.trainer
         self.loader.load_state_dict(state["loader"])
@@ -300,17 +327,6 @@ def fit_to_time(
     return replace(config, train=replace(config.train, steps=steps))
 
 
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"train.device is {name!r}, which this machine does not offer: {error}") from error
-    return device
-
-
 def _worker_count(config: RunConfig, device: torch.device) -> int:
     """Cores to give a micro-batch each: one on a GPU, and for `aux`, whose term belongs to the pass under way."""
     if device.type != "cpu" or config.balance.kind == "aux":
@@ -322,7 +338,8 @@ def _worker_count(config: RunConfig, device: torch.device) -> int:
 def _to(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
-    moved = {name: getattr(batch, name).to(device) for name in ("tokens", "targets", "loss_weight", "cu_seqlens")}
+    # The bounds stay on the host: every operator reads them there, and reading them from the GPU would wait for it.
+    moved = {name: getattr(batch, name).to(device) for name in ("tokens", "targets", "loss_weight")}
     return replace(batch, **moved)
 
 
