@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tercet.errors import ConfigError, ShapeError
 from tercet.ops.gate import kda_gate
-from tercet.ops.kda import reference, torch_
+from tercet.ops.kda import decode, reference, torch_
 from tercet.ops.norm import l2_norm
 from tercet.ops.packing import sequence_lengths
 from tercet.ops.registry import Operator
@@ -145,6 +145,102 @@ def fused_kda(
         lower_bound=lower_bound,
         state=state,
         cu_seqlens=cu_seqlens,
+    )
+
+
+_decode = Operator("kda_decode", decode.kda_decode, triton_module="tercet.ops.kda.triton_decode")
+
+
+def kda_decode(
+    q: Float[Tensor, "batch window heads width"],
+    k: Float[Tensor, "batch window heads width"],
+    v: Float[Tensor, "batch window heads width"],
+    z: Float[Tensor, "batch window heads width"],
+    b: Float[Tensor, "batch window heads"],
+    gate: Float[Tensor, "batch window heads width"],
+    *,
+    conv_weights: tuple[Tensor, Tensor, Tensor],
+    A_log: Float[Tensor, "heads"],
+    dt_bias: Float[Tensor, "heads width"],
+    norm_weight: Float[Tensor, "width"],
+    state: Float[Tensor, "slots heads width width"],
+    conv_state: Float[Tensor, "slots taps-1 3 heads width"],
+    slots: Int[Tensor, "batch"],
+    commits: Int[Tensor, "batch"] | None = None,
+    copies: Int[Tensor, "batch"] | None = None,
+    scale: float | None = None,
+    lower_bound: float | None = -5.0,
+    eps: float = 1e-5,
+    null_slot: int = -1,
+) -> Float[Tensor, "batch window heads width"]:
+    """Run a whole KDA layer after its projections on *window* new tokens of every request (report §5.4.2).
+
+    Short convolution and SiLU, L2 norm, gate, recurrence, per-head RMSNorm, output gate. `state` and `conv_state` are
+    pools updated in place; a request names its slot. Request n writes its state after its first ``commits[n]`` tokens
+    (default: all), and none when that is 0; its later tokens, drafts still to be verified, leave no trace. After
+    verification the caller feeds the accepted ones again at the head of the next window: replay, without snapshots.
+
+    Args:
+        q: projected rows before the convolution.
+        k: likewise.
+        v: likewise.
+        z: gate logits.
+        b: write logits.
+        gate: logits of the output gate.
+        conv_weights: filters of q, k and v, ``[heads · width, 1, 4]`` each.
+        A_log: logarithm of the gate's slope.
+        dt_bias: gate bias.
+        norm_weight: weight of the output RMSNorm, shared by the heads.
+        state: recurrent matrices, value axis first; slot and head may be strided.
+        conv_state: the newest rows of q, k and v before the convolution, oldest first; strided at will.
+        slots: slot of every request; a negative one or *null_slot* skips the request and leaves its output zero.
+        commits: tokens after which the state is written.
+        copies: slot that receives a second copy of what is written, or a negative number.
+        scale: factor on the queries; default ``width ** -0.5``.
+        lower_bound: floor of the bounded gate, or None for softplus.
+        eps: of the RMSNorm.
+        null_slot: a reserved slot that is never read or written.
+
+    Raises:
+        ShapeError: shapes disagree.
+        ConfigError: lower_bound outside [-5, 0).
+    """
+    _check_floor(lower_bound)
+    if q.ndim != 4 or any(x.shape != q.shape for x in (k, v, z, gate)) or b.shape != q.shape[:3]:
+        raise ShapeError(
+            f"q, k, v, z and gate must be [B, W, H, D] of one shape and b [B, W, H], got q {tuple(q.shape)}"
+        )
+    batch, _, heads, width = q.shape
+    pools = (tuple(state.shape[1:]), tuple(conv_state.shape[1:]))
+    if pools != ((heads, width, width), (3, 3, heads, width)):
+        raise ShapeError(
+            f"state must be [slots, {heads}, {width}, {width}] and conv_state [slots, 3, 3, {heads}, {width}], "
+            f"got {tuple(state.shape)} and {tuple(conv_state.shape)}"
+        )
+    if any(x is not None and tuple(x.shape) != (batch,) for x in (slots, commits, copies)):
+        raise ShapeError(f"slots, commits and copies must be [batch] = ({batch},)")
+    if any(tuple(w.shape) != (heads * width, 1, 4) for w in conv_weights):
+        raise ShapeError(f"conv_weights must be three tensors [heads·width, 1, 4] = ({heads * width}, 1, 4)")
+    return _decode(
+        q,
+        k,
+        v,
+        z,
+        b,
+        gate,
+        conv_weights=conv_weights,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        norm_weight=norm_weight,
+        state=state,
+        conv_state=conv_state,
+        slots=slots,
+        commits=commits,
+        copies=copies,
+        scale=width**-0.5 if scale is None else scale,
+        lower_bound=lower_bound,
+        eps=eps,
+        null_slot=null_slot,
     )
 
 

@@ -1,21 +1,21 @@
 """The triton tier of `tercet.ops.kda.fused_kda`: kernels behind one `torch.library` operator with its own gradient.
 
-Forward is two launches, `triton_prepare` (parallel over tiles) and `triton_recurrence` (serial over tiles). Backward keeps
-only the raw inputs and a state at every slab boundary; `triton_backward` redoes a slab of tiles at a time, last slab
-first, so its scratch memory does not grow with the length.
+Forward is two launches, `triton_prepare` (parallel over tiles) and `triton_recurrence` (serial over tiles). Backward
+keeps only the raw inputs and a state at every slab boundary; `triton_backward` redoes a slab of tiles at a time, last
+slab first, so the states and adjoints it holds do not grow with the length.
 
 Shapes: T flat tokens, N sequences, X tiles of C = 16 tokens, H heads, K key width, V value width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tercet.ops.gpu import float_refusal, operator
 from tercet.ops.kda.triton_backward import rebuild_states, tile_gradients, walk_back
 from tercet.ops.kda.triton_math import LOG2E, TILE
 from tercet.ops.kda.triton_plan import Tiles, plan_slabs, plan_tiles, slab_count
@@ -27,22 +27,10 @@ WIDTHS = (16, 32, 64, 128)
 """Key and value widths the kernels are built for."""
 BLOCK_V = 64
 """Value channels a recurrence program owns: one warp group's rows of the state."""
-PREPARE = dict(VECTOR=0, num_warps=2)
-WALK = dict(STAGES=5, num_warps=4)
-WALK_BACK = dict(STAGES=3, num_warps=4)
-GRADIENTS = dict(num_warps=4)
-
-
-def _operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function as ``tercet::name`` for every device, with the schema of its signature."""
-
-    def register(function: Callable[..., Any]) -> Callable[..., Any]:
-        qualified = f"tercet::{name}"
-        torch.library.define(qualified, torch.library.infer_schema(function, mutates_args=()))
-        torch.library.impl(qualified, "default", function)
-        return function
-
-    return register
+PREPARE = {"VECTOR": 0, "num_warps": 2}
+WALK = {"STAGES": 5, "num_warps": 4}
+WALK_BACK = {"STAGES": 3, "num_warps": 4}
+GRADIENTS = {"num_warps": 4}
 
 
 def declines(
@@ -62,8 +50,8 @@ def declines(
     """Return why these inputs cannot run here, or None."""
     if lower_bound is None:
         return "the softplus gate is unbounded, and 16-token tiles need every gate ≥ −5 to stay in range"
-    if any(x.dtype not in (torch.bfloat16, torch.float16, torch.float32) for x in (q, k, v, z, b)):
-        return "it takes bf16, fp16 and fp32 inputs only"
+    if refusal := float_refusal(q, k, v, z, b):
+        return refusal
     if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
         return f"key and value widths must be one of {WIDTHS}, not {q.shape[-1]} and {v.shape[-1]}"
     if not q.shape[1] or not q.shape[2]:
@@ -95,14 +83,19 @@ def call(
         scale = q.shape[-1] ** -0.5
     rows = [x.flatten(0, 1) for x in (q, k, v, z, b)]
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, A_log, dt_bias))
-    o, final, _, _ = torch.ops.tercet.fused_kda(
-        *rows, A_log, dt_bias, state, list(lengths), scale, lower_bound, trained
-    )
+    o, final, _, _ = _forward(*rows, A_log, dt_bias, state, lengths, scale, lower_bound, trained)
     return o.view(v.shape), final
 
 
-@_operator("fused_kda")
-def _forward_op(
+_INPUTS = "Tensor q, Tensor k, Tensor v, Tensor z, Tensor b, Tensor A_log, Tensor dt_bias, Tensor? state"
+
+
+@operator(
+    "tercet::fused_kda",
+    schema=f"({_INPUTS}, int[] lengths, float scale, float lower_bound, bool trained) -> "
+    "(Tensor, Tensor, Tensor, Tensor)",
+)
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -111,7 +104,7 @@ def _forward_op(
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor | None,
-    lengths: list[int],
+    lengths: tuple[int, ...],
     scale: float,
     lower_bound: float,
     trained: bool,
@@ -131,7 +124,7 @@ def _forward_op(
     return o, final, boundaries, work[4]
 
 
-@torch.library.register_fake("tercet::fused_kda")
+@_forward.register_fake
 def _shapes(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -146,8 +139,12 @@ def _shapes(
     )
 
 
-@_operator("fused_kda_backward")
-def _backward_op(
+@operator(
+    "tercet::fused_kda_backward",
+    schema=f"(Tensor d_o, Tensor d_final, {_INPUTS}, Tensor boundaries, Tensor v_max, int[] lengths, float scale, "
+    f"float lower_bound) -> ({', '.join(['Tensor'] * 8)})",
+)
+def _backward(
     d_o: Tensor,
     d_final: Tensor,
     q: Tensor,
@@ -160,10 +157,10 @@ def _backward_op(
     state: Tensor | None,
     boundaries: Tensor,
     v_max: Tensor,
-    lengths: list[int],
+    lengths: tuple[int, ...],
     scale: float,
     lower_bound: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, z, b, A_log, dt_bias and the initial state."""
     rows = _unit_stride(q, k, v, z, b)
     (d_o,) = _unit_stride(d_o)
@@ -185,7 +182,7 @@ def _backward_op(
     return (*grads, d_slope.sum(0).to(A_log.dtype), d_bias.sum(0).to(dt_bias.dtype), carry)
 
 
-@torch.library.register_fake("tercet::fused_kda_backward")
+@_backward.register_fake
 def _gradient_shapes(
     d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
@@ -201,15 +198,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.mark_non_differentiable(*output[2:])
 
 
-def _backward(ctx: Any, d_o: Tensor, d_final: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, d_o: Tensor, d_final: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     lengths, scale, lower_bound = ctx.constants
-    state = ctx.saved_tensors[7]
+    saved = ctx.saved_tensors  # unpacked once: checkpointing allows no second time
+    state = saved[7]
     grads_of = torch.ops.tercet.fused_kda_backward
-    *grads, d_state = grads_of(d_o, d_final, *ctx.saved_tensors, lengths, scale, lower_bound)
+    *grads, d_state = grads_of(d_o, d_final, *saved, lengths, scale, lower_bound)
     return (*grads, None if state is None else d_state.to(state.dtype), None, None, None, None)
 
 
-torch.library.register_autograd("tercet::fused_kda", _backward, setup_context=_setup)
+_forward.register_autograd(_gradient, setup_context=_setup)
 
 
 def _unit_stride(*rows: Tensor) -> tuple[Tensor, ...]:
@@ -228,7 +226,7 @@ def _prepare(
     *,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    """Run `prepare_tile`: its workspace, the largest magnitude in *ranged* per sequence and head, and β (with *save*)."""
+    """Run `prepare_tile`: its workspace, the largest magnitude of *ranged* by sequence and head, β (with *save*)."""
     q, k, _, z, b = rows
     H, K = q.shape[1:]
     X = plan.total
@@ -260,7 +258,12 @@ def _walk(
     walk_tiles[(V // block, H, N)](
         *(v, o, *work[:5], plan.sequences, state if state is None else state.contiguous(), final, exports, exported),
         *v.stride()[:2],
-        **dict(H=H, K=K, V=V, BV=block, C=TILE, MATRICES=work[2].shape[2]),
+        H=H,
+        K=K,
+        V=V,
+        BV=block,
+        C=TILE,
+        MATRICES=work[2].shape[2],
         **dict(HAS_INITIAL=state is not None, HAS_EXPORTS=exports is not None, **WALK),
     )
     return o, final, exported
@@ -289,7 +292,7 @@ def _walk_slab(
     errors = v.new_empty(high - low, H, TILE, V, dtype=torch.bfloat16)
     block = min(BLOCK_V, V)
     grid = (V // block, H, last - first)
-    shape = dict(H=H, K=K, V=V, BV=block, C=TILE)
+    shape = {"H": H, "K": K, "V": V, "BV": block, "C": TILE}
     span = (first, low, high)
     initial = state if state is None else state.contiguous()
     rebuild_states[grid](

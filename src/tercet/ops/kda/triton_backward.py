@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tercet.ops.kda.triton_math import exp2, inverse_power, narrow, power, reciprocal
+from tercet.ops.kda.triton_math import exp2, inverse_power, narrow, power, reciprocal, sums_down, sums_up
 from tercet.ops.kda.triton_prepare import load_rows
 from tercet.ops.kda.triton_recurrence import common_unit
 
@@ -56,7 +56,8 @@ def rebuild_states(
     STAGES: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
 ):
-    """Write S before every tile of [tile_low, tile_high) to ``states [tiles, H, V, K]`` and e to ``errors [tiles, H, C, V]``.
+    """Write S before every tile of [tile_low, tile_high) to ``states [tiles, H, V, K]``, e to ``errors [tiles, H, C,
+    V]``.
 
     A sequence that began before the slab starts from ``boundary [H, V, K]``.
     """
@@ -93,12 +94,12 @@ def rebuild_states(
         inside = position[None, :] < length
         v_VC = tl.load(v + token[None, :] * stride_vt + head * stride_vh + value[:, None], mask=inside, other=0.0)
         slot = (tile - tile_low).to(tl.int64) * H + head
-        tl.store(states + slot * (V * K) + matrix, (S_VK * grow).to(states.dtype.element_ty))
+        tl.store(states + slot * (V * K) + matrix, narrow(S_VK * grow).to(states.dtype.element_ty))
         e_VC = tl.dot(S_VK.to(tl.float16), tl.trans(w_CK))
         e_VC = tl.dot((v_VC.to(tl.float32) * shrink).to(tl.float16), tl.trans(inverse_CC), e_VC)
         S_VK = tl.dot((e_VC * beta_C[None, :]).to(tl.float16), k_hat_CK, S_VK * decay_K[None, :])
         out = errors + slot * (C * V) + r[None, :] * V + value[:, None]
-        tl.store(out, (e_VC * grow).to(errors.dtype.element_ty))
+        tl.store(out, narrow(e_VC * grow).to(errors.dtype.element_ty))
 
 
 @triton.jit
@@ -172,7 +173,7 @@ def walk_back(
         inside = position[None, :] < length
         d_o_VC = tl.load(d_o + token[None, :] * stride_ot + head * stride_oh + value[:, None], mask=inside, other=0.0)
         slot = (tile - tile_low).to(tl.int64) * H + head
-        tl.store(adjoints + slot * (V * K) + matrix, (D_VK * grow).to(adjoints.dtype.element_ty))
+        tl.store(adjoints + slot * (V * K) + matrix, narrow(D_VK * grow).to(adjoints.dtype.element_ty))
         d_o16 = (d_o_VC.to(tl.float32) * shrink).to(tl.float16)
         through_VC = tl.dot(D_VK.to(tl.float16), tl.trans(k_hat_CK))
         D_VK = tl.dot(d_o16, q_CK, D_VK * decay_K[None, :])
@@ -258,7 +259,7 @@ def tile_gradients(
     bias_K = tl.load(dt_bias + head * K + key).to(tl.float32)
     odds_CK = tl.minimum(exp2(-LOG2E * slope * (z_CK + bias_K[None, :])), 1e30)
     open_CK = reciprocal(1.0 + odds_CK)
-    G_CK = tl.cumsum(floor2 * open_CK, 0)
+    G_CK = sums_down(floor2 * open_CK, row, col)
     total_K = exp2(tl.sum(tl.where(row == C - 1, G_CK, 0.0), 0))
     gamma_CK = exp2(G_CK)
     inverse_gamma = exp2(-G_CK)
@@ -290,7 +291,7 @@ def tile_gradients(
 
     d_G = k_CK * (d_in - d_out) + q_CK * d_query
     at_end_K = tl.sum(k_CK * d_k_hat, 0) + total_K * at_end_K
-    d_g = tl.cumsum(d_G, 0, reverse=True) + at_end_K[None, :]
+    d_g = sums_up(d_G, row, col) + at_end_K[None, :]
     d_z_CK = d_g * (floor2 / LOG2E * slope) * (odds_CK * open_CK) * open_CK
     tl.store(d_z + rows, d_z_CK.to(d_z.dtype.element_ty), mask=inside[:, None])
     d_z_CK = tl.where(inside[:, None], d_z_CK, 0.0)

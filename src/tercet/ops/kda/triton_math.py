@@ -111,3 +111,19 @@ def unit_lower_inverse(L, row, col):
     X = _join_blocks(X, L, row, col, 2)
     X = _join_blocks(X, L, row, col, 4)
     return _join_blocks(X, L, row, col, 8)
+
+
+@triton.jit
+def sums_down(x, row, col):
+    """Prefix sums over the 16 rows of a block with |x| below 6e4, as a product with a triangle of ones (22 bits)."""
+    high, low = _halves(x)
+    ones = tl.where(row >= col, 1.0, 0.0).to(tl.float16)
+    return tl.dot(ones, low, tl.dot(ones, high))
+
+
+@triton.jit
+def sums_up(x, row, col):
+    """Suffix sums over the 16 rows of a block of any range (16 bits, in two bf16 halves)."""
+    high = narrow(x)
+    ones = narrow(tl.where(row <= col, 1.0, 0.0))
+    return tl.dot(ones, narrow(x - high.to(tl.float32)), tl.dot(ones, high))

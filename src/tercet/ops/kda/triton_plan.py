@@ -1,11 +1,12 @@
 """Host-side tables of the KDA kernels: which tokens a tile covers and which tiles a sequence owns.
 
-Tiles of 16 tokens are numbered sequence by sequence and never cross one. The tables depend on the lengths alone, so they
-are built once per length tuple and kept on the device.
+Tiles of 16 tokens are numbered sequence by sequence and never cross one. The tables depend on the lengths alone, so
+they are built once per length tuple and kept on the device.
 """
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
@@ -79,4 +80,4 @@ def plan_slabs(plan: Tiles, heads: int) -> tuple[tuple[int, int], ...]:
     """Cut the tiles into ranges [low, high) of nearly equal size, in order."""
     count = slab_count(plan.total, heads)
     bounds = [n * plan.total // count for n in range(count + 1)]
-    return tuple(zip(bounds, bounds[1:]))
+    return tuple(itertools.pairwise(bounds))

@@ -76,8 +76,8 @@ def prepare_tile(
 ):
     """Write the workspace of one (head, tile) and raise the sequence's largest ``|v|``.
 
-    ``wide [X, H, 2, C, K]`` holds Q' and −W, ``small [X, H, 2, C, C]`` B and INV, ``decay [X, H, K]`` γ_C. With SAVE the
-    second plane of wide is −W/β, small is ``[X, H, 5, C, C]``: B, INV/β, INV, (I + β L₀)⁻¹, A, and write is β.
+    ``wide [X, H, 2, C, K]`` holds Q' and −W, ``small [X, H, 2, C, C]`` B and INV, ``decay [X, H, K]`` γ_C. With SAVE
+    the second plane of wide is −W/β, small is ``[X, H, 5, C, C]``: B, INV/β, INV, (I + β L₀)⁻¹, A, and write is β.
     """
     head = tl.program_id(0)
     tile = tl.program_id(1)
