@@ -59,7 +59,7 @@ def formula_of(inputs):
     return lambda *x: formula(*wide) + 0 * sum(y.sum() for y in x)
 
 
-def test_weights_are_fp32_for_bf16_sources():
+def test_m8_weights_are_fp32_for_bf16_sources():
     """M8: scores that pass through bf16 would be off by 1e-3."""
     weight, query = torch.randn(64), torch.randn(64)
     sources = [torch.randn(2, 64).bfloat16() for _ in range(3)]

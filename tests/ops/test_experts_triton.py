@@ -38,6 +38,22 @@ def test_values_and_gradients(kind, activation):
     assert_same(ours, formula, tensors(), 1e-5, "triton")
 
 
+def test_e04_combine_is_fp32_in_fixed_order():
+    """E-04: summed in bf16, a token's experts are off by 2.6e-3; here by the final cast alone, and always alike."""
+    rows, slot, p = torch.randn(32, 24), torch.randperm(32).view(4, 8).int(), torch.rand(4, 8)
+    exact = (p[..., None] * rows[slot.long()]).sum(1)
+    combined = triton_._combine(rows, slot, p, torch.bfloat16)
+    ulp = 2.0 ** (exact.abs().log2().floor() - 7)
+    assert ((combined.float() - exact).abs() <= ulp).all()
+    assert torch.equal(combined, triton_._combine(rows, slot, p, torch.bfloat16))
+
+
+def test_e07_an_expert_bias_is_refused():
+    z, p, *w = tensors()
+    with use_tier("triton"), pytest.raises(TypeError, match="bias"):
+        routed_experts(z, p, choices("one"), *w, bias=torch.zeros(6, 24))
+
+
 def test_repeats_are_identical():
     z, p, *w = tensors()
     with use_tier("triton"):

@@ -10,7 +10,7 @@ from tercet.ops import route, use_tier
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(3, 896, 16), (2, 896, 17), (5, 6, 2), (1, 3, 1)])
-def test_choice_and_cutoff(tokens, experts, k):
+def test_m35_choice_and_cutoff(tokens, experts, k):
     logits, bias = torch.randn(tokens, experts), 0.1 * torch.randn(experts)
     with use_tier("triton"):
         ours = route(logits, bias, top_k=k)
