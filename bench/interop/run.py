@@ -7,6 +7,9 @@ Kimi-Linear miniature, and compares the logits of
 * llama.cpp on tercet's GGUF export,
 * llama.cpp on what its own converter makes of the published directory.
 
+Packed experts are compared bit for bit, and run dequantised: on a CPU llama.cpp multiplies MXFP4 weights with inputs
+rounded to eight bits, which is its choice of arithmetic and not a property of the file.
+
 The miniatures have ``rms_norm_eps`` 1e-6, because llama.cpp uses that setting also where the architecture has a fixed
 1e-6, and token sequences on which no router is near a tie, because llama.cpp cannot be told which experts to take.
 """
@@ -31,6 +34,7 @@ from tercet.checkpoint.gguf import export_gguf
 from tercet.checkpoint.layouts import LAYOUTS
 from tercet.checkpoint.load import load_model
 from tercet.checkpoint.miniature import as_kimi_linear, write_miniature
+from tercet.checkpoint.runs import export_checkpoint
 from tercet.config import ModelConfig
 from tercet.model import CausalLM, Context, Observer
 from tercet.ops import Routing
@@ -120,13 +124,21 @@ def compare(name: str, config: ModelConfig, work: Path, python: Path, source: Pa
         write_miniature(folder, LAYOUTS[name], config)
     tokens, expected, margin = reference(load_model(folder, show=False))
     np.save(work / "tokens.npy", tokens.numpy())
-    ours, theirs = work / f"{name}-tercet.gguf", work / f"{name}-converter.gguf"
-    for path in (ours, theirs):
-        path.unlink(missing_ok=True)
-    export_gguf(folder, ours, dtype="F32", show=False)
-    subprocess.run([sys.executable, str(HERE / "convert.py"), str(source), str(folder), str(theirs)], check=True)
-    fine = same_tensors(ours, theirs)
-    print(f"{name:<12} {'all' if fine else 'NOT ALL'} tensors of the two GGUF files are bit for bit the same")
+    plain = work / f"{name}-plain"
+    if not plain.exists():
+        export_checkpoint(folder, plain, experts="plain", show=False)
+    fine = True
+    for published in (folder, plain):
+        ours, theirs = (work / f"{published.name}-{writer}.gguf" for writer in ("tercet", "converter"))
+        for path in (ours, theirs):
+            path.unlink(missing_ok=True)
+        export_gguf(published, ours, dtype="F32", show=False)
+        subprocess.run([sys.executable, str(HERE / "convert.py"), str(source), str(published), str(theirs)], check=True)
+        same = same_tensors(ours, theirs)
+        fine &= same
+        print(
+            f"{published.name:<18} {'all' if same else 'NOT ALL'} tensors of both GGUF files are bit for bit the same"
+        )
     for label, path in (("tercet's GGUF", ours), ("llama.cpp's converter", theirs)):
         out = work / "logits.npy"
         subprocess.run(
