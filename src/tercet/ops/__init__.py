@@ -9,7 +9,7 @@ from tercet.ops.cross_entropy import IGNORE, linear_cross_entropy, token_logprob
 from tercet.ops.experts import routed_experts
 from tercet.ops.gate import kda_gate
 from tercet.ops.glu import situ_glu, swiglu
-from tercet.ops.kda import fused_kda, kda
+from tercet.ops.kda import fused_kda, kda, kda_decode
 from tercet.ops.newton_schulz import newton_schulz
 from tercet.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from tercet.ops.registry import OPERATORS, Tier, use_tier
@@ -29,6 +29,7 @@ __all__ = [
     "fused_kda",
     "gated_rms_norm",
     "kda",
+    "kda_decode",
     "kda_gate",
     "l2_norm",
     "linear_cross_entropy",
