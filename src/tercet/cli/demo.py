@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+MARK = ".demo"
+"""File that tells a demo's run from others."""
 PROMPT = "def read_lines(path):\n"
 
 
@@ -20,10 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", default="runs/demo", metavar="RUN", help="run directory (default runs/demo)")
     parser.add_argument("--data", default="data/demo", metavar="DIR", help="corpus directory (default data/demo)")
     parser.add_argument(
-        "--seconds", type=float, default=150.0, help="training time to fit the number of steps to (default 150)"
+        "--seconds", type=float, default=140.0, help="training time to fit the number of steps to (default 140)"
     )
     parser.add_argument("--steps", type=int, help="train exactly so many steps instead")
-    parser.add_argument("--fresh", action="store_true", help="start again, deleting RUN if it is a demo's")
+    parser.add_argument("--fresh", action="store_true", help="start again, deleting RUN, which must be a demo's")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -38,8 +40,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--seconds and --steps must be positive")
     console = Console(highlight=False)
     directory = Path(args.out)
-    if args.fresh and (directory / "config.json").is_file():
-        shutil.rmtree(directory)
+    if args.fresh:
+        _delete_demo(directory)
     corpus = _corpus(Path(args.data), console)
     config = _config(args, corpus, directory, console)
     trainer = Trainer(config, corpus, directory)
@@ -51,8 +53,19 @@ def run(args: argparse.Namespace) -> int:
     summary = _summary(trainer, outcome.training_seconds, outcome.tokens)
     report = write_report(directory)
     _show_sample(directory, console)
-    _closing(summary, directory, report, console)
+    _closing(summary, args, report, console)
     return 0
+
+
+def _delete_demo(directory: Path) -> None:
+    """Remove the run of an earlier demo and nothing else."""
+    from tercet.errors import ConfigError
+
+    if not directory.exists():
+        return
+    if not (directory / MARK).is_file():
+        raise ConfigError(f"{directory} is not a demo's run; --fresh deletes only those, remove it by hand")
+    shutil.rmtree(directory)
 
 
 def _corpus(path: Path, console: Any) -> Any:
@@ -73,21 +86,31 @@ def _corpus(path: Path, console: Any) -> Any:
 
 
 def _config(args: argparse.Namespace, corpus: Any, directory: Path, console: Any) -> Any:
-    """Return the tiny preset for this corpus and machine, or the configuration of the demo that is under way."""
+    """Return the tiny preset for this corpus and machine, or the configuration of the demo that is under way.
+
+    Raises:
+        ConfigError: the directory holds another run.
+    """
+    from tercet.errors import ConfigError
     from tercet.model.sizes import sizes
     from tercet.presets import preset
     from tercet.train.checkpoint import read_config
     from tercet.train.loop import fit_to_time
     from tercet.util.settings import override
 
+    exactly = {} if args.steps is None else {"train.steps": args.steps}
     if (directory / "config.json").is_file():
-        return read_config(directory)
+        if not (directory / MARK).is_file():
+            raise ConfigError(f"{directory} holds a run that is not a demo's; choose another --out")
+        return override(read_config(directory), exactly | {"data.path": str(args.data)})
     config = override(preset("tiny"), {"model.vocab_size": corpus.vocab_size, "data.path": str(args.data)})
     count = sizes(config.model)
     sizes_text = f"{count.total / 1e6:.2f} M parameters, {count.active_without_embedding / 1e6:.2f} M active"
     console.print(f"[bold]2. The model:[/] {sizes_text}")
-    if args.steps is not None:
-        return override(config, {"train.steps": args.steps})
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / MARK).touch()
+    if exactly:
+        return override(config, exactly)
     with tempfile.TemporaryDirectory() as scratch:
         config = fit_to_time(config, corpus, scratch, args.seconds)
     console.print(f"[bold]3. Training:[/] {config.train.steps} steps fit into {args.seconds:.0f} s on this machine")
@@ -131,7 +154,7 @@ def _show_sample(directory: Path, console: Any) -> None:
     console.print(text, markup=False)
 
 
-def _closing(summary: dict[str, Any], directory: Path, report: Path, console: Any) -> None:
+def _closing(summary: dict[str, Any], args: argparse.Namespace, report: Path, console: Any) -> None:
     console.print(
         f"\n[bold]{summary['training_seconds']:.0f} s[/] of training on {summary['tokens'] / 1e6:.2f} M tokens "
         f"({summary['tokens_per_second']:,.0f} tokens/s)"
@@ -142,6 +165,6 @@ def _closing(summary: dict[str, Any], directory: Path, report: Path, console: An
         f"(the same {summary['validation_bytes']:,} bytes)"
     )
     console.print(f"report: {report}")
-    console.print(f'next:   tercet sample {directory} "class Parser:"')
-    console.print(f"        tercet eval {directory}")
-    console.print("        tercet train tiny --data data/demo --out runs/mine --set optim.lr=2e-3")
+    console.print(f'next:   tercet sample {args.out} "class Parser:"')
+    console.print(f"        tercet eval {args.out}")
+    console.print(f"        tercet train tiny --data {args.data} --out runs/mine --set optim.lr=2e-3")
