@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,10 +18,12 @@ import torch
 from tercet.config import RunConfig
 from tercet.data import Corpus
 from tercet.errors import CheckpointError, ConfigError, StorageError
+from tercet.eval.compression import token_losses
 from tercet.train import checkpoint as checkpoint_module
 from tercet.train.checkpoint import checkpoints, load_run
 from tercet.train.loop import Trainer
 from tercet.train.metrics import read_metrics
+from tercet.train.optimizer import StepReport
 from tests.train.conftest import losses
 
 # At 32 dimensions an untrained router scores all tokens alike, so one histogram bin holds most of them.
@@ -143,6 +146,48 @@ def test_workers_change_nothing(config: RunConfig, corpus: Corpus, tmp_path: Pat
                 other["grad_norm"],
             )
             assert one["balance"] == other["balance"]
+
+
+def test_every_parameter_group_receives_gradient_and_moves(config: RunConfig, corpus: Corpus, tmp_path: Path) -> None:
+    """Through the Trainer's own batches and the real optimiser: nothing is disconnected, nothing is frozen."""
+    trainer = Trainer(config, corpus, tmp_path / "run")
+    before = {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+    seen: set[str] = set()
+    step = trainer.optimizer.step
+
+    def watched(lr: float) -> StepReport:
+        seen.update(name for name, p in trainer.model.named_parameters() if p.grad is not None and bool(p.grad.any()))
+        return step(lr)
+
+    trainer.optimizer.step = watched  # type: ignore[method-assign, assignment]
+    for _ in range(3):
+        trainer.train_step()
+    names = {name for name, _ in trainer.model.named_parameters()}
+    assert {trainer.optimizer.group(name) for name in names} == {"muon", "adamw", "adamw_no_decay"}
+    unread = {f"model.layers.0.self_attention_res_{part}.weight" for part in ("norm", "proj")}  # its bank is empty
+    assert seen == names - unread
+    after = trainer.model.state_dict()
+    still = {name for name in before if torch.equal(before[name], after[name])}
+    assert still == unread  # the selection bias, which balancing writes, moves as well
+
+
+def test_packed_equals_separate_in_the_trainers_own_batches(config: RunConfig, corpus: Corpus, tmp_path: Path) -> None:
+    """The loss of a packed micro-batch is the sum over its documents, each computed alone."""
+    trainer = Trainer(config, corpus, tmp_path / "run")
+    batch = trainer.loader.micro_batches()[0]
+    model = trainer.model.double()
+    packed = token_losses(model, batch)
+    bounds = batch.cu_seqlens.tolist()
+    assert len(bounds) > 5
+    for first, last in itertools.pairwise(bounds):
+        alone = replace(
+            batch,
+            tokens=batch.tokens[first:last],
+            targets=batch.targets[first:last],
+            loss_weight=batch.loss_weight[first:last],
+            cu_seqlens=torch.tensor([0, last - first], dtype=torch.int32),
+        )
+        assert torch.allclose(token_losses(model, alone), packed[first:last], rtol=0, atol=1e-9)
 
 
 def test_evaluation_leaves_training_untouched(config: RunConfig, corpus: Corpus, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The architecture, one concept a file. Parallelism and caching policy live elsewhere."""
 
 from tercet.model.context import Context, Observer
+from tercet.model.device import choose_device
 from tercet.model.init import build, initialize, to_compute_dtype
 from tercet.model.state import KDAState, LayerState, MLAState, new_states
 from tercet.model.transformer import CausalLM, Features
@@ -14,6 +15,7 @@ __all__ = [
     "MLAState",
     "Observer",
     "build",
+    "choose_device",
     "initialize",
     "new_states",
     "to_compute_dtype",

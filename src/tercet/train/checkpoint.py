@@ -1,6 +1,7 @@
 """Training checkpoints: complete or absent, verified on reading, no pickles.
 
     RUN/config.json                      RunConfig
+    RUN/.lock                            held by the process that trains
     RUN/tokenizer/                       the corpus's tokenizer, so that the run can be used without its corpus
     RUN/checkpoints/step-00000200/
         model.safetensors                fp32 weights under published names
@@ -13,7 +14,6 @@ A checkpoint is written into a hidden neighbour and renamed, so a kill at any mo
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -21,7 +21,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from tercet.config import RunConfig
 from tercet.data import Tokenizer
-from tercet.errors import CheckpointError, ConfigError
-from tercet.model import CausalLM
+from tercet.errors import CheckpointError, ConfigError, DataError
+from tercet.model import CausalLM, choose_device
 from tercet.model.names import locate, published_tensors
 from tercet.util.files import storage_error, write_json
 from tercet.util.settings import difference, from_dict, to_dict
@@ -237,38 +237,85 @@ def read_config(run: str | Path) -> RunConfig:
         raise CheckpointError(f"{path} is not a run configuration: {error}") from error
 
 
-def check_same_run(run: Path, config: RunConfig) -> None:
-    """Refuse to continue *run* under settings that would make it another run.
+_FIXED_TRAIN_SETTINGS = ("train.seed", "train.mtp_weight", "train.mtp_weight_final")
 
-    Length, cadence, device and micro-batch split may change; model, data, optimiser and schedule may not.
+
+def check_same_run(run: Path, config: RunConfig) -> RunConfig:
+    """Refuse to continue *run* under settings that would make it another run; returns the settings it had.
+
+    Length, cadence, device, dtype, micro-batch split and the place of the corpus may change; model, text, optimiser,
+    schedule and losses may not.
 
     Raises:
         ConfigError: lists the settings that differ.
     """
-    changed = [row for row in difference(read_config(run), config) if not row.startswith("train.")]
+    earlier = read_config(run)
+    changed = []
+    for row in difference(earlier, config):
+        key = row.partition(":")[0]
+        if key != "data.path" and (not key.startswith("train.") or key in _FIXED_TRAIN_SETTINGS):
+            changed.append(row)
     if changed:
         listing = "; ".join(changed[:6])
         raise ConfigError(
             f"{run} was started with other settings ({listing}); choose another --out, or resume it with its own: "
             f"tercet train --resume {run}"
         )
+    return earlier
+
+
+def lock_run(run: Path) -> IO[bytes] | None:
+    """Take *run* for this process alone, creating it; the lock ends with the process, however that ends.
+
+    Returns:
+        The open lock file, or None where the system or its file system has no locks.
+
+    Raises:
+        ConfigError: another process trains into it.
+        StorageError: the directory cannot be written.
+    """
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        handle = open(run / ".lock", "ab")  # noqa: SIM115 (open as long as the run is in use)
+    except OSError as error:
+        raise storage_error(run, error) from error
+    try:
+        import fcntl
+
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        handle.close()
+        raise ConfigError(f"another process is training into {run}; wait, stop it, or choose another --out") from error
+    except (ImportError, OSError):
+        handle.close()
+        return None
+    return handle
 
 
 def copy_tokenizer(tokenizer: Tokenizer, run: Path) -> None:
-    """Keep the tokenizer with the run."""
+    """Keep the tokenizer with the run.
+
+    Raises:
+        ConfigError: the run has another one, so its corpus was another.
+    """
     target = run / "tokenizer"
-    if not target.exists():
-        with contextlib.suppress(FileExistsError):
-            tokenizer.save(target)
+    try:
+        kept = Tokenizer.load(target).fingerprint
+    except DataError:  # a new run, or one that was killed while it began
+        tokenizer.save(target)
+        return
+    if kept != tokenizer.fingerprint:
+        raise ConfigError(f"{run} was started on a corpus with another tokenizer; choose another --out")
 
 
-def load_run(run: str | Path, *, device: torch.device | str = "cpu") -> LoadedRun:
+def load_run(run: str | Path, *, device: str = "cpu") -> LoadedRun:
     """Open the newest checkpoint of *run* for sampling, chat or evaluation.
 
     Raises:
         CheckpointError: no run, no checkpoint yet, or a damaged one.
+        ConfigError: no such device here.
     """
-    directory = Path(run)
+    directory, place = Path(run), choose_device(device)
     config = read_config(directory)
     found = checkpoints(directory)
     if not found:
@@ -279,4 +326,4 @@ def load_run(run: str | Path, *, device: torch.device | str = "cpu") -> LoadedRu
     model.to_empty(device="cpu")
     load_weights(model, load_tensors(found[-1] / MODEL), found[-1] / MODEL)
     step = json.loads((found[-1] / TRAINER).read_text(encoding="utf-8"))["step"]
-    return LoadedRun(directory, config, model.to(device).eval(), Tokenizer.load(directory / "tokenizer"), step)
+    return LoadedRun(directory, config, model.to(place).eval(), Tokenizer.load(directory / "tokenizer"), step)

@@ -3,9 +3,9 @@
 Kinds of rows (every row has ``kind`` and ``step``, the number of optimiser steps done):
 
     train       loss, mtp_loss, lr, tokens, seconds, tokens_per_second, grad_norm, grad_norm_router,
-                grad_norm_embedding, skipped, qk_clipped_heads, balance {layer: {max_violation, cv, dead, bias_min,
-                bias_max, max_occupancy, load [share of every expert]}}
-    validation  loss (nats per token), bits_per_byte
+                grad_norm_embedding, update_rms {group: rms}, skipped, qk_logit_max, qk_clipped_heads,
+                balance {layer: {max_violation, cv, dead, bias_range, max_occupancy, load [share of every expert]}}
+    validation  loss (nats per token), bits_per_byte, bytes
     probe       what `tercet.train.probe.Probe` saw
     sample      prompt, text
 

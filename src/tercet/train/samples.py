@@ -19,6 +19,8 @@ class Samples:
         """Choose the prompt; a corpus without a validation split is sampled from its control token alone."""
         self.tokenizer = corpus.tokenizer
         line = corpus.split("validation")
+        self.held_out = line.tokens > 0
+        """Whether the corpus has text that the model does not learn from."""
         lengths = line.documents["tokens"]
         long_enough = [n for n, tokens in enumerate(lengths.tolist()) if tokens > PROMPT_TOKENS]
         start = int(line.starts[long_enough[0]]) if long_enough else 0
