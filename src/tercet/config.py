@@ -9,6 +9,7 @@ Reading and overriding (TOML, ``--set a.b=c``) is in `tercet.util.settings`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -188,6 +189,11 @@ class DataConfig:
     """Sequences in one optimiser step, over all ranks and micro-batches."""
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch_sequences"):
+            value = getattr(self, name)
+            _require(value >= 1, f"data.{name} is {value}; it must be at least 1")
+
 
 @dataclass(frozen=True)
 class MuonConfig:
@@ -216,7 +222,7 @@ class OptimConfig:
     muon: MuonConfig = field(default_factory=MuonConfig)
 
     def __post_init__(self) -> None:
-        _require(self.lr > 0, f"optim.lr is {self.lr}; it must be positive")
+        _require(0 < self.lr < math.inf, f"optim.lr is {self.lr}; it must be positive and finite")
         _require(self.weight_decay >= 0, "optim.weight_decay must not be negative")
         _require(self.grad_clip > 0, "optim.grad_clip must be positive")
         _require(self.qk_clip is None or self.qk_clip > 0, "optim.qk_clip must be positive or absent")
@@ -289,9 +295,11 @@ class TrainConfig:
             "checkpoint_every",
             "keep_checkpoints",
             "log_every",
+            "eval_sequences",
         ):
             value = getattr(self, name)
             _require(value >= 1, f"train.{name} is {value}; it must be at least 1")
+        _require(self.workers >= 0, f"train.workers is {self.workers}; it must not be negative")
 
 
 @dataclass(frozen=True)
