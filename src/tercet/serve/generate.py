@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from tercet.errors import ConfigError, ShapeError
+from tercet.errors import ConfigError, NumericsError, ShapeError
 from tercet.model import CausalLM, Context, LayerState, new_states
 
 
@@ -28,10 +29,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature is {self.temperature}; it must not be negative")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature is {self.temperature}; it must be 0 or a positive number")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p is {self.top_p}; it must lie in (0, 1]")
+        if not -(1 << 63) <= self.seed < 1 << 63:
+            raise ConfigError(f"seed is {self.seed}; it must fit into 64 bits")
 
 
 class Sampler(Protocol):
@@ -45,11 +48,17 @@ class Sampler(Protocol):
 
 
 def draw(logits: Float[Tensor, "vocab"], sampling: Sampling, generator: torch.Generator) -> int:
-    """Draw one token; computed in fp64 on the CPU so that a seed gives the same text on every device."""
+    """Draw one token; computed in fp64 on the CPU so that a seed gives the same text on every device.
+
+    Raises:
+        NumericsError: a logit is not finite.
+    """
     wide = logits.double().cpu()
+    if not bool(wide.isfinite().all()):
+        raise NumericsError("the model's logits are not finite; its training diverged, take an earlier checkpoint")
     if sampling.temperature == 0:
         return int(wide.argmax())
-    p = (wide / sampling.temperature).softmax(0)
+    p = ((wide - wide.max()) / sampling.temperature).softmax(0)
     if sampling.top_p < 1:
         ranked, index = p.sort(descending=True, stable=True)
         before = ranked.cumsum(0) - ranked
@@ -78,6 +87,7 @@ class Generator:
 
         Raises:
             ShapeError: an empty prompt, or an id outside the vocabulary.
+            NumericsError: see `draw`.
         """
         vocab = self.model.config.vocab_size
         if not ids:
@@ -103,6 +113,7 @@ class Generator:
             self._states = new_states(self.model.config, 1, dtype=weight.dtype, device=weight.device)
             known = 0
         new = torch.tensor([ids[known:]], device=self.model.lm_head.weight.device)
+        self._seen, self._logits = [], None  # an interrupted pass leaves states that stand for no sequence
         hidden = self.model.features(new, Context(states=self._states)).hidden
         self._seen, self._logits = ids, self.model.logits(hidden[0, -1])
         return self._logits
