@@ -41,6 +41,10 @@ class NumericsError(TercetError, ArithmeticError):
 class StorageError(TercetError, OSError):
     """The disk refused a write (full, read-only, vanished)."""
 
+    def __str__(self) -> str:
+        """Return the message alone; the error number stays in ``errno``."""
+        return self.strerror or super().__str__()
+
 
 class MissingDependencyError(TercetError, ImportError):
     """An optional package is needed for what was asked."""

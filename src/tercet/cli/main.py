@@ -6,7 +6,10 @@ A verb module defines ``add_arguments(parser)`` and ``run(args) -> int | None``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -45,7 +48,7 @@ def _overview() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb; errors that tercet raises on purpose become one line on stderr and exit status 2."""
+    """Run one verb; errors that tercet or the system raises become one line on stderr and exit status 2."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0].startswith("-"):
         overview = _overview()
@@ -56,6 +59,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"tercet: unknown verb {verb!r}{nearest(verb, VERBS)}", file=sys.stderr)
         return 2
+    try:
+        return _run(verb, rest)
+    except BrokenPipeError:  # the reader left; nothing more may be written, not even at exit
+        with contextlib.suppress(OSError, ValueError):  # no file descriptor behind it
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (TercetError, OSError) as error:
+        print(f"tercet {verb}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ntercet {verb}: stopped", file=sys.stderr)
+        return 130
+
+
+def _run(verb: str, arguments: Sequence[str]) -> int:
     module = importlib.import_module(f"tercet.cli.{verb}")
     parser = argparse.ArgumentParser(
         prog=f"tercet {verb}",
@@ -63,16 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
-    try:
-        return module.run(parser.parse_args(rest)) or 0
-    except TercetError as error:
-        print(f"tercet {verb}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        return 0
-    except KeyboardInterrupt:
-        print(f"\ntercet {verb}: stopped", file=sys.stderr)
-        return 130
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"
+    status = module.run(parser.parse_args(arguments)) or 0
+    sys.stdout.flush()
+    return status
 
 
 if __name__ == "__main__":
