@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 takes the likeliest token (default 1.0)")
     parser.add_argument("--top-p", type=float, default=0.95, help="nucleus to draw from (default 0.95)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same chat (default 0)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (default cpu)")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -33,7 +33,15 @@ def configuration(args: argparse.Namespace, extra: dict[str, Any] | None = None)
     Raises:
         ConfigError: an unknown key or a bad value.
     """
-    config = preset(args.preset)
+    return overlay(preset(args.preset), args, extra)
+
+
+def overlay(config: RunConfig, args: argparse.Namespace, extra: dict[str, Any] | None = None) -> RunConfig:
+    """Return *config* with ``--config``, *extra* and ``--set`` laid over it, in that order.
+
+    Raises:
+        ConfigError: an unknown key or a bad value.
+    """
     if args.config:
         config = override(config, read_toml(args.config))
     if extra:

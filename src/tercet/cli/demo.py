@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
     if args.seconds <= 0 or (args.steps is not None and args.steps < 1):
         raise ConfigError("--seconds and --steps must be positive")
-    console = Console(highlight=False)
+    console = Console(highlight=False, soft_wrap=True)
     directory = Path(args.out)
     if args.fresh:
         _delete_demo(directory)
@@ -164,7 +164,11 @@ def _closing(summary: dict[str, Any], args: argparse.Namespace, report: Path, co
         f"gzip -9: {summary['gzip_bits_per_byte']:.3f}   xz -9: {summary['xz_bits_per_byte']:.3f}   "
         f"(the same {summary['validation_bytes']:,} bytes)"
     )
-    console.print(f"report: {report}")
-    console.print(f'next:   tercet sample {args.out} "class Parser:"')
-    console.print(f"        tercet eval {args.out}")
-    console.print(f"        tercet train tiny --data {args.data} --out runs/mine --set optim.lr=2e-3")
+    lines = (
+        f"report: {report}",
+        f'next:   tercet sample {args.out} "class Parser:"',
+        f"        tercet eval {args.out}",
+        f"        tercet train tiny --data {args.data} --out runs/mine --set optim.lr=2e-3",
+    )
+    for line in lines:
+        console.print(line, markup=False)

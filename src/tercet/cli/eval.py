@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--examples", type=int, default=16, metavar="N", help="examples a task and length (default 16)")
     parser.add_argument("--seed", type=int, default=0, help="of the examples")
     parser.add_argument("--generate", action="store_true", help="answer by greedy decoding from cached state (slower)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (default cpu)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 

@@ -20,20 +20,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default 0.8)")
     parser.add_argument("--top-p", type=float, default=0.95, help="nucleus to draw from (default 0.95)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default 0)")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda or auto (default cpu)")
 
 
 def _prompt(args: argparse.Namespace) -> str:
     from pathlib import Path
 
+    from tercet.data.tokenizer import well_formed
     from tercet.errors import DataError
 
     if args.prompt is not None:
-        return args.prompt
+        return well_formed(args.prompt)
     if args.file is None and sys.stdin.isatty():
         raise DataError('give a prompt: tercet sample RUN "text", or --file FILE')
     try:
-        return Path(args.file).read_text(encoding="utf-8") if args.file else sys.stdin.read()
+        data = Path(args.file).read_bytes() if args.file else sys.stdin.buffer.read()
+        return data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the prompt {args.file or 'from standard input'}: {error}") from error
 

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 
-from tercet.cli.common import add_configuration, configuration
+from tercet.cli.common import add_configuration, configuration, overlay
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the verb's flags."""
     add_configuration(parser, required=False)
-    parser.add_argument("--data", metavar="DIR", help="corpus written by `tercet data prepare`")
+    parser.add_argument("--data", metavar="DIR", help="corpus written by `tercet data prepare`; may move later")
     parser.add_argument("--out", metavar="RUN", help="run directory; an unfinished run of the same settings goes on")
     parser.add_argument("--resume", metavar="RUN", help="go on with RUN under its own settings")
     parser.add_argument("--steps", type=int, help="short for --set train.steps=N")
@@ -30,27 +30,33 @@ def run(args: argparse.Namespace) -> int:
     """Train, write the report, and say where it is."""
     from tercet.bridge.trackers import open_tracker
     from tercet.data import Corpus
-    from tercet.errors import ConfigError
+    from tercet.errors import ConfigError, DataError
     from tercet.train.checkpoint import read_config
     from tercet.train.loop import Trainer
     from tercet.train.report import write_report
-    from tercet.util.settings import override
 
     quick = {"train.steps": args.steps, "train.device": args.device, "train.tracker": args.tracker}
     extra = {key: value for key, value in quick.items() if value is not None}
     if args.resume:
         if args.preset or args.out:
             raise ConfigError("--resume takes the run's own settings; leave out the preset and --out")
-        config, directory = override(read_config(args.resume), extra), args.resume
-        data = args.data or config.data.path
+        moved = {"data.path": args.data} if args.data else {}
+        config, directory = overlay(read_config(args.resume), args, moved | extra), args.resume
+        try:
+            corpus = Corpus.open(config.data.path)
+        except DataError as error:
+            raise DataError(f"{error}; if the run's corpus has moved, name it with --data") from error
     else:
         if not args.preset or not args.data or not args.out:
             raise ConfigError("give PRESET, --data DIR and --out RUN, or --resume RUN; see tercet train --help")
-        data, directory = args.data, args.out
-        corpus_settings = {"data.path": data, "model.vocab_size": Corpus.open(data).vocab_size}
-        config = configuration(args, corpus_settings | extra)
+        corpus, directory = Corpus.open(args.data), args.out
+        config = configuration(args, {"data.path": args.data, "model.vocab_size": corpus.vocab_size} | extra)
     sinks = [] if config.train.tracker == "none" else [open_tracker(config.train.tracker, directory, config)]
-    outcome = Trainer(config, Corpus.open(data), directory, sinks=sinks).run()
+    trainer = Trainer(config, corpus, directory, sinks=sinks)
+    try:
+        outcome = trainer.run()
+    finally:
+        trainer.log.close()
     report = write_report(directory)
     print(f"report: {report}")
     if outcome.finished:
