@@ -8,7 +8,7 @@ import pytest
 
 import tercet
 from tercet.cli import main as command
-from tercet.errors import ConfigError
+from tercet.errors import ConfigError, StorageError
 
 HEAVY = ("torch", "numpy", "rich", "tokenizers", "tiktoken")
 
@@ -65,6 +65,8 @@ def _verb(monkeypatch, run):
         (ConfigError("x is 3; use 4"), 2, "tercet plan: x is 3; use 4\n"),
         (KeyboardInterrupt(), 130, "\ntercet plan: stopped\n"),
         (BrokenPipeError(), 0, ""),
+        (OSError(28, "No space left on device"), 2, "tercet plan: [Errno 28] No space left on device\n"),
+        (StorageError(28, "cannot write x: full"), 2, "tercet plan: cannot write x: full\n"),
     ],
 )
 def test_errors_end_in_one_line_and_a_status(monkeypatch, capsys, error, status, message):
@@ -86,3 +88,29 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 def test_status_of_a_verb_is_passed_on(monkeypatch):
     assert _verb(monkeypatch, lambda args: 3) == 3
     assert _verb(monkeypatch, lambda args: None) == 0
+
+
+def test_a_reader_that_leaves_is_no_error():
+    """As under ``| head``: the pipe closes while there is more to say."""
+    talkative = (
+        "import sys, types, tercet.cli.main as command\n"
+        "verb = types.SimpleNamespace(__doc__='', add_arguments=lambda p: None, run=lambda a: print('x' * 100_000))\n"
+        "command.importlib.import_module = lambda name: verb\n"
+        "sys.exit(command.main(['plan']))"
+    )
+    words = [sys.executable, "-c", talkative]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+def test_interrupted_while_a_verb_is_loading(monkeypatch, capsys):
+    def interrupted(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command.importlib, "import_module", interrupted)
+    assert command.main(["plan"]) == 130
+    assert capsys.readouterr().err == "\ntercet plan: stopped\n"
