@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from numerics import relative_error
 from tercet.errors import ConfigError, ShapeError, UnsupportedError
 from tercet.ops import fused_kda, kda_gate, l2_norm, use_tier
-from tercet.ops.kda import reference, triton_, triton_plan
+from tercet.ops.kda import fused_kda_export, reference, triton_, triton_plan
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked corners overflow and are thrown away
 
@@ -146,7 +146,7 @@ def test_nan_stays_in_its_sequence():
 
 
 @pytest.mark.parametrize(("lengths", "heads", "key", "value"), [((20,), 1, 64, 32), ((3, 0, 33, 16), 2, 32, 32)])
-def test_gradients(lengths, heads, key, value):
+def test_K01_gradients(lengths, heads, key, value):
     inputs = draw(lengths, heads, key, value)
     ours = dict(zip(NAMES, gradients(kernel, inputs, lengths)))
     exact = dict(zip(NAMES, gradients(formula, inputs, lengths, torch.float64)))
@@ -175,6 +175,26 @@ def test_runs_are_bit_identical():
         assert torch.equal(a, b)
 
 
+def test_states_at_requested_tokens():
+    lengths = (40, 3, 32)
+    inputs = draw(lengths, heads=2)
+    places = [(2, 16), (0, 32), (2, 32), (0, 16), (2, 16)]
+    settings = {"state": inputs[7], "cu_seqlens": bounds(lengths)}
+    with use_tier("triton"):
+        o, final, states = fused_kda_export(*inputs[:7], exports=places, **settings)
+        with pytest.raises(UnsupportedError, match="every 16 tokens"):
+            fused_kda_export(*inputs[:7], exports=[(0, 17)], **settings)
+    plain_o, plain_final = kernel(inputs, lengths)
+    assert torch.equal(o, plain_o)
+    assert torch.equal(final, plain_final)
+    assert torch.equal(states[2], final[2])
+    assert torch.equal(states[0], states[4])
+    _, _, exact = fused_kda_export(*(x.double() for x in inputs[:7]), exports=places, **settings)
+    assert relative_error(states, exact) < 2e-3
+    with pytest.raises(ShapeError, match="no token 4 of sequence 1"):
+        fused_kda_export(*inputs[:7], exports=[(1, 4)], **settings)
+
+
 def test_registration():
     rows = [x.flatten(0, 1) for x in draw((3,))[:5]]
     others = draw((3,))[5:]
@@ -186,7 +206,7 @@ def test_registration():
     )
 
 
-def test_K01_K02_K07_one_configuration_and_no_transposed_accumulator():
+def test_K02_K07_one_configuration():
     # one tile size and one pinned launch shape a kernel: nothing for an autotuner to choose wrongly
     assert triton_.TILE == 16
     for launch in (triton_.PREPARE, triton_.WALK, triton_.WALK_BACK, triton_.GRADIENTS):

@@ -9,7 +9,7 @@ from tercet.ops.cross_entropy import IGNORE, linear_cross_entropy, token_logprob
 from tercet.ops.experts import routed_experts
 from tercet.ops.gate import kda_gate
 from tercet.ops.glu import situ_glu, swiglu
-from tercet.ops.kda import fused_kda, kda, kda_decode
+from tercet.ops.kda import fused_kda, fused_kda_export, kda, kda_decode
 from tercet.ops.newton_schulz import newton_schulz
 from tercet.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from tercet.ops.registry import OPERATORS, Tier, use_tier
@@ -27,6 +27,7 @@ __all__ = [
     "attn_res_weights",
     "causal_attention",
     "fused_kda",
+    "fused_kda_export",
     "gated_rms_norm",
     "kda",
     "kda_decode",

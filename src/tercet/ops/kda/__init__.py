@@ -8,12 +8,14 @@ The recurrent state is ``[N, H, V, K]`` (value axis first), at least fp32, every
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from tercet.errors import ConfigError, ShapeError
 from tercet.ops.gate import kda_gate
-from tercet.ops.kda import decode, reference, torch_
+from tercet.ops.kda import decode, export, reference, torch_
 from tercet.ops.norm import l2_norm
 from tercet.ops.packing import sequence_lengths
 from tercet.ops.registry import Operator
@@ -141,6 +143,74 @@ def fused_kda(
         b,
         A_log,
         dt_bias,
+        scale=scale,
+        lower_bound=lower_bound,
+        state=state,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+_export = Operator("fused_kda_export", export.fused_kda_export, triton_module="tercet.ops.kda.triton_export")
+
+
+def fused_kda_export(
+    q: Float[Tensor, "batch tokens heads key"],
+    k: Float[Tensor, "batch tokens heads key"],
+    v: Float[Tensor, "batch tokens heads value"],
+    z: Float[Tensor, "batch tokens heads key"],
+    b: Float[Tensor, "batch tokens heads"],
+    A_log: Float[Tensor, "heads"],
+    dt_bias: Float[Tensor, "heads key"],
+    *,
+    exports: Sequence[tuple[int, int]],
+    scale: float | None = None,
+    lower_bound: float | None = -5.0,
+    state: Float[Tensor, "sequences heads value key"] | None = None,
+    cu_seqlens: Int[Tensor, "bounds"] | None = None,
+) -> tuple[
+    Float[Tensor, "batch tokens heads value"],
+    Float[Tensor, "sequences heads value key"],
+    Float[Tensor, "exports heads value key"],
+]:
+    """Run `fused_kda` and also return the state at requested tokens, which a prefix cache keeps; no gradients.
+
+    Args:
+        q: as in `fused_kda`, like all arguments but *exports*.
+        k: likewise.
+        v: likewise.
+        z: likewise.
+        b: likewise.
+        A_log: likewise.
+        dt_bias: likewise.
+        exports: pairs (sequence, tokens): the state of that sequence after so many of its tokens. The GPU kernel passes
+            them at multiples of 16.
+        scale: likewise.
+        lower_bound: likewise.
+        state: likewise.
+        cu_seqlens: likewise.
+
+    Returns:
+        o, the final state, and the requested states in the order of *exports*.
+
+    Raises:
+        ShapeError: shapes disagree, or a place lies outside of its sequence.
+        ConfigError: lower_bound outside [-5, 0).
+    """
+    _check(q, k, v, {"z": (z, q.shape), "b": (b, q.shape[:3])}, state, cu_seqlens)
+    _check_floor(lower_bound)
+    lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
+    for sequence, offset in exports:
+        if not 0 <= sequence < len(lengths) or not 0 < offset <= lengths[sequence]:
+            raise ShapeError(f"there is no token {offset} of sequence {sequence}; the lengths are {lengths}")
+    return _export(
+        q,
+        k,
+        v,
+        z,
+        b,
+        A_log,
+        dt_bias,
+        exports=tuple(exports),
         scale=scale,
         lower_bound=lower_bound,
         state=state,

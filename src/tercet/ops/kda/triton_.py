@@ -54,8 +54,10 @@ def declines(
         return refusal
     if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
         return f"key and value widths must be one of {WIDTHS}, not {q.shape[-1]} and {v.shape[-1]}"
-    if not q.shape[1] or not q.shape[2]:
+    if not q.numel():
         return "there are no tokens or no heads"
+    if q.shape[0] > 65_535 or (cu_seqlens is not None and len(cu_seqlens) > 65_536):
+        return "there are more than 65,535 sequences"
     others = [x for x in (k, v, z, b, A_log, dt_bias, state, cu_seqlens) if x is not None]
     if any(x.device != q.device for x in others if x is not cu_seqlens):
         return "the tensors are on different devices"
@@ -82,7 +84,7 @@ def call(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     rows = [x.flatten(0, 1) for x in (q, k, v, z, b)]
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, A_log, dt_bias))
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, A_log, dt_bias, state) if x is not None)
     o, final, _, _ = _forward(*rows, A_log, dt_bias, state, lengths, scale, lower_bound, trained)
     return o.view(v.shape), final
 
@@ -115,12 +117,12 @@ def _forward(
         o, the final state ``[N, H, V, K]``, the state at every slab boundary (empty unless *trained*), and the bits of
         the largest ``|v|`` per sequence and head.
     """
-    rows = _unit_stride(q, k, v, z, b)
+    rows = unit_stride(q, k, v, z, b)
     plan = plan_tiles(tuple(lengths), q.device)
-    work = _prepare(rows, A_log, dt_bias, plan, rows[2], scale, lower_bound, save=False)
+    work = prepare(rows, A_log, dt_bias, plan, rows[2], scale, lower_bound, save=False)
     slabs = plan_slabs(plan, q.shape[1]) if trained else ((0, plan.total),)
     exports = _slab_ends(plan, slabs) if len(slabs) > 1 else None
-    o, final, boundaries = _walk(rows[2], work, plan, state, exports, len(slabs) - 1)
+    o, final, boundaries = walk(rows[2], work, plan, state, exports, len(slabs) - 1)
     return o, final, boundaries, work[4]
 
 
@@ -162,8 +164,8 @@ def _backward(
     lower_bound: float,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, z, b, A_log, dt_bias and the initial state."""
-    rows = _unit_stride(q, k, v, z, b)
-    (d_o,) = _unit_stride(d_o)
+    rows = unit_stride(q, k, v, z, b)
+    (d_o,) = unit_stride(d_o)
     plan = plan_tiles(tuple(lengths), q.device)
     carry = d_final.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in rows]
@@ -173,7 +175,7 @@ def _backward(
     d_write = torch.empty(
         v.shape[2] // min(BLOCK_V, v.shape[2]), plan.total, H, TILE, dtype=torch.float32, device=q.device
     )
-    work = _prepare(rows, A_log, dt_bias, plan, d_o, scale, lower_bound, save=True)
+    work = prepare(rows, A_log, dt_bias, plan, d_o, scale, lower_bound, save=True)
     for slab, (low, high) in reversed(list(enumerate(plan_slabs(plan, H)))):
         boundary = boundaries[slab - 1] if slab else carry
         kept = _walk_slab(rows[2], d_o, grads[2], d_write, work, v_max, plan, state, boundary, carry, low, high)
@@ -210,12 +212,12 @@ def _gradient(ctx: Any, d_o: Tensor, d_final: Tensor, *_: Any) -> tuple[Tensor |
 _forward.register_autograd(_gradient, setup_context=_setup)
 
 
-def _unit_stride(*rows: Tensor) -> tuple[Tensor, ...]:
+def unit_stride(*rows: Tensor) -> tuple[Tensor, ...]:
     """Copy what has a strided last axis; every other layout is read in place."""
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in rows)
 
 
-def _prepare(
+def prepare(
     rows: tuple[Tensor, ...],
     A_log: Tensor,
     dt_bias: Tensor,
@@ -237,7 +239,7 @@ def _prepare(
     largest = q.new_zeros(len(plan.counts), H, dtype=torch.int32)
     write = q.new_empty(X if save else 0, H, TILE, dtype=torch.float32)
     strides = [n for x in (q, k, ranged, z) for n in x.stride()[:2]]
-    prepare_tile[(H, X)](
+    prepare_tile[(H * X,)](
         *(q, k, ranged, z, b, A_log, dt_bias.contiguous(), plan.tiles, wide, k_hat, small, decay, largest, write),
         *(*strides, b.stride(0), scale, lower_bound * LOG2E),
         **dict(H=H, K=K, V=ranged.shape[2], C=TILE, SAVE=save, LOG2E=LOG2E, **PREPARE),
@@ -245,7 +247,7 @@ def _prepare(
     return wide, k_hat, small, decay, largest, write
 
 
-def _walk(
+def walk(
     v: Tensor, work: tuple[Tensor, ...], plan: Tiles, state: Tensor | None, exports: Tensor | None, slots: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run `walk_tiles`: output, final state, and the states asked for by *exports*."""
@@ -332,7 +334,7 @@ def _gradients(
     d_q, d_k, d_v, d_z, _ = grads
     H, K = q.shape[1:]
     strides = [n for x in (q, k, z, d_o) for n in x.stride()[:2]]
-    tile_gradients[(H, high - low)](
+    tile_gradients[(H * (high - low),)](
         *(q, k, z, A_log, dt_bias.contiguous(), d_o, d_v, plan.tiles, *kept, d_q, d_k, d_z, *parts, *strides),
         *(scale, lower_bound * LOG2E, low),
         **dict(H=H, K=K, V=v.shape[2], C=TILE, LOG2E=LOG2E, **GRADIENTS),

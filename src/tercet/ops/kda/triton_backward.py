@@ -229,14 +229,14 @@ def tile_gradients(
 
     ``d_bias [X, H, K]`` and ``d_slope [X, H]`` receive this tile's share of the gate parameters' gradients.
     """
-    head = tl.program_id(0)
-    tile = tile_low + tl.program_id(1)
+    head = tl.program_id(0) % H
+    tile = tile_low + tl.program_id(0) // H
     token = tl.load(tiles + 3 * tile).to(tl.int64) + tl.arange(0, C)
     inside = tl.arange(0, C) < tl.load(tiles + 3 * tile + 1)
     key = tl.arange(0, K)
     value = tl.arange(0, V)
     row, col = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
-    slot = tl.program_id(1).to(tl.int64) * H + head
+    slot = tl.program_id(0).to(tl.int64)
     matrix = slot * (V * K) + value[:, None] * K + key[None, :]
     plane = slot * (C * V) + row * V + value[None, :]
     S_VK = tl.load(states + matrix)

@@ -79,8 +79,8 @@ def prepare_tile(
     ``wide [X, H, 2, C, K]`` holds Q' and −W, ``small [X, H, 2, C, C]`` B and INV, ``decay [X, H, K]`` γ_C. With SAVE
     the second plane of wide is −W/β, small is ``[X, H, 5, C, C]``: B, INV/β, INV, (I + β L₀)⁻¹, A, and write is β.
     """
-    head = tl.program_id(0)
-    tile = tl.program_id(1)
+    head = tl.program_id(0) % H  # one axis: the second of a grid ends at 65,535
+    tile = tl.program_id(0) // H
     token0 = tl.load(tiles + 3 * tile).to(tl.int64)
     count = tl.load(tiles + 3 * tile + 1)
     sequence = tl.load(tiles + 3 * tile + 2)
