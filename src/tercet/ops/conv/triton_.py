@@ -1,8 +1,8 @@
 """The short convolution on the GPU: every input row is read from memory once and from cache by the taps that share it.
 
-Each token knows where its sequence begins; a tap before that reads the carried rows or zero. Nothing but the inputs is
-saved: the backward pass forms the pre-activations again, writes their gradient in fp32, and gathers the rows' gradient
-from that. The filters' gradient is summed in a fixed order: a program's tokens, then the programs.
+Each token knows where its sequence begins; a tap before that reads the carried rows or zero. The backward pass forms
+the pre-activation of a token and of the taps − 1 tokens behind it again instead of storing it. The filters' gradient
+is summed in a fixed order: a program's tokens, then the programs.
 
 Shapes: T flat tokens, N sequences, C channels, J taps.
 """
@@ -74,15 +74,16 @@ def _forward_kernel(
 
 
 @triton.jit
-def _sum_gradient_kernel(
+def _backward_kernel(
     x,
     weight,
     state,
     grad,
-    d_total,
+    d_x,
     partial,
     sequences,
     begins,
+    ends,
     tokens,
     C: tl.constexpr,
     TAPS: tl.constexpr,
@@ -90,53 +91,34 @@ def _sum_gradient_kernel(
     BT: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Form the gradient of every pre-activation, and this program's share of the filters' gradient."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    first = tl.program_id(0) * BT
+    token = first + tl.arange(0, BT)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    mask = (token < tokens)[:, None] & (channel < C)[None, :]
+    real = (channel < C)[None, :]
     sequence = tl.load(sequences + token, mask=token < tokens, other=0)
     begin = tl.load(begins + sequence)
-    at = token.to(tl.int64)[:, None] * C + channel[None, :]
-    total = tl.zeros([BT, BC], tl.float32)
-    for j in tl.static_range(TAPS):
-        w = tl.load(weight + channel * TAPS + j, mask=channel < C, other=0.0).to(tl.float32)
-        total += w[None, :] * _row(x, state, token - (TAPS - 1 - j), begin, sequence, channel, mask, C, TAPS, CARRIED)
-    s = sigmoid(total)
-    d = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32) * (s * (1.0 + total * (1.0 - s)))
-    tl.store(d_total + at, d, mask=mask)
-    for j in tl.static_range(TAPS):
-        row = _row(x, state, token - (TAPS - 1 - j), begin, sequence, channel, mask, C, TAPS, CARRIED)
-        to = (tl.program_id(0).to(tl.int64) * TAPS + j) * C + channel
-        tl.store(partial + to, tl.sum(d * row, 0), mask=channel < C)
-
-
-@triton.jit
-def _row_gradient_kernel(
-    d_total,
-    weight,
-    d_x,
-    sequences,
-    ends,
-    tokens,
-    C: tl.constexpr,
-    TAPS: tl.constexpr,
-    BT: tl.constexpr,
-    BC: tl.constexpr,
-):
-    """Gather a row's gradient from itself and the TAPS - 1 tokens behind it in its sequence."""
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
-    channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    sequence = tl.load(sequences + token, mask=token < tokens, other=0)
     end = tl.where(token < tokens, tl.load(ends + sequence), 0)
-    total = tl.zeros([BT, BC], tl.float32)
+    d_input = tl.zeros([BT, BC], tl.float32)
     for ahead in tl.static_range(TAPS):
         later = token + ahead
-        mask = (later < end)[:, None] & (channel < C)[None, :]
+        mask = (later < end)[:, None] & real
+        total = tl.zeros([BT, BC], tl.float32)
+        for j in tl.static_range(TAPS):
+            w = tl.load(weight + channel * TAPS + j, mask=channel < C, other=0.0).to(tl.float32)
+            row = _row(x, state, later - (TAPS - 1 - j), begin, sequence, channel, mask, C, TAPS, CARRIED)
+            total += w[None, :] * row
+        s = sigmoid(total)
+        d = tl.load(grad + later.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+        d *= s * (1.0 + total * (1.0 - s))
         w = tl.load(weight + channel * TAPS + (TAPS - 1 - ahead), mask=channel < C, other=0.0).to(tl.float32)
-        d = tl.load(d_total + later.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0)
-        total += w[None, :] * d
+        d_input += w[None, :] * d
+        if ahead == 0:
+            for j in tl.static_range(TAPS):
+                row = _row(x, state, token - (TAPS - 1 - j), begin, sequence, channel, mask, C, TAPS, CARRIED)
+                to = (tl.program_id(0).to(tl.int64) * TAPS + j) * C + channel
+                tl.store(partial + to, tl.sum(d * row, 0), mask=channel < C)
     to = token.to(tl.int64)[:, None] * C + channel[None, :]
-    tl.store(d_x + to, total.to(d_x.dtype.element_ty), mask=(token < tokens)[:, None] & (channel < C)[None, :])
+    tl.store(d_x + to, d_input.to(d_x.dtype.element_ty), mask=(token < tokens)[:, None] & real)
 
 
 def _grid(tokens: int, channels: int) -> tuple[int, int]:
@@ -192,16 +174,28 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     x, weight, grad = dense(x), dense(weight), dense(grad)
     (tokens, channels), taps = x.shape, weight.shape[2]
-    d_x, d_total = torch.empty_like(x), torch.empty_like(x, dtype=torch.float32)
+    d_x = torch.empty_like(x)
     grid = _grid(tokens, channels)
     partial = torch.zeros(grid[0], taps, channels, dtype=torch.float32, device=x.device)
     carried = x if state is None else dense(state)
     if x.numel():
-        tile = {"C": channels, "TAPS": taps, "BT": _TOKENS, "BC": _CHANNELS}
-        _sum_gradient_kernel[grid](
-            x, weight, carried, grad, d_total, partial, sequences, begins, tokens, CARRIED=state is not None, **tile
+        _backward_kernel[grid](
+            x,
+            weight,
+            carried,
+            grad,
+            d_x,
+            partial,
+            sequences,
+            begins,
+            ends,
+            tokens,
+            C=channels,
+            TAPS=taps,
+            CARRIED=state is not None,
+            BT=_TOKENS,
+            BC=_CHANNELS,
         )
-        _row_gradient_kernel[grid](d_total, weight, d_x, sequences, ends, tokens, **tile)
     return d_x, partial.sum(0).t()[:, None].to(weight.dtype).contiguous()
 
 
