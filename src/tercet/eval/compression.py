@@ -124,7 +124,7 @@ def score(model: CausalLM, batches: Iterable[Scored]) -> Compression:
 def token_losses(model: CausalLM, batch: Batch) -> Float[Tensor, "tokens"]:
     """Return −ln p of every target of *batch* ``[tokens]``, 0 where there is none."""
     device = model.lm_head.weight.device
-    context = Context(cu_seqlens=batch.cu_seqlens.to(device))
+    context = Context(cu_seqlens=batch.cu_seqlens)
     hidden_TH = model.features(batch.tokens[None].to(device), context).hidden[0]
     weight_T = torch.ones(len(hidden_TH), device=device)
     return linear_cross_entropy(hidden_TH, model.lm_head.weight, batch.targets.to(device), weight_T)[1]

@@ -43,6 +43,6 @@ class ModelScorer:
     ) -> Float[Tensor, "positions vocab"]:
         """See `Scorer.logits`; only the rows asked for meet the head."""
         device = self.model.lm_head.weight.device
-        context = Context(cu_seqlens=cu_seqlens.to(device))
+        context = Context(cu_seqlens=cu_seqlens)
         hidden_TH = self.model.features(tokens[None].to(device), context).hidden[0]
         return self.model.logits(hidden_TH[positions.to(device)])
