@@ -25,7 +25,7 @@ import torch
 
 from tercet.config import ModelConfig, RunConfig
 from tercet.data import Corpus, Loader, prepare, python_library_corpus
-from tercet.presets import preset, with_vocab
+from tercet.presets import preset
 from tercet.train.loop import Trainer
 from tercet.util.settings import override
 
@@ -130,7 +130,7 @@ def main() -> None:
             },
         )
         corpus = prepare(python_library_corpus(), root / "corpus", vocab_size=tiny.model.vocab_size)
-        tiny = with_vocab(tiny, corpus.vocab_size)
+        tiny = override(tiny, {"model.vocab_size": corpus.vocab_size})
         linear = replace(tiny, model=as_kimi_linear(tiny.model))
         arms = {
             "tercet tiny": our_step(tiny, corpus, root / "tiny"),

@@ -12,7 +12,7 @@ import pytest
 from tercet import errors
 from tercet.config import BalanceConfig, KDAConfig, ModelConfig, MoEConfig, RunConfig
 from tercet.errors import ConfigError, MissingDependencyError, StorageError, TercetError, missing, nearest
-from tercet.presets import PRESETS, k3_model, kimi_linear_48b_model, preset, published_learning_rate, with_vocab
+from tercet.presets import PRESETS, k3_model, kimi_linear_48b_model, preset, published_learning_rate
 from tercet.util.files import append_line, atomic_open, write_json
 from tercet.util.settings import difference, from_dict, override, parse_assignment, read_toml, to_dict
 from tercet.util.text import count, duration, size
@@ -130,7 +130,9 @@ def test_override_is_checked_and_pure():
 
 
 def test_difference_names_settings():
-    assert difference(preset("tiny"), with_vocab(preset("tiny"), 100)) == ["model.vocab_size: 4096 → 100"]
+    assert difference(preset("tiny"), override(preset("tiny"), {"model.vocab_size": 100})) == [
+        "model.vocab_size: 4096 → 100"
+    ]
 
 
 def test_toml(tmp_path):

@@ -171,11 +171,6 @@ class ModelConfig:
         """0-based indices of the KDA layers."""
         return tuple(layer for layer in range(self.num_layers) if not self.is_mla(layer))
 
-    @property
-    def num_mtp_positions(self) -> int:
-        """How many tokens beyond the next one the model predicts."""
-        return self.num_nextn_predict_layers
-
 
 @dataclass(frozen=True)
 class DataConfig:

@@ -8,7 +8,6 @@ sizes for a laptop, one GPU for an afternoon, and one GPU for days. Parameter co
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from tercet.config import (
     DataConfig,
@@ -278,8 +277,3 @@ def preset(name: str) -> RunConfig:
     if name not in PRESETS:
         raise ConfigError(f"unknown preset {name!r}{nearest(name, PRESETS)}")
     return PRESETS[name]()
-
-
-def with_vocab(config: RunConfig, vocab_size: int) -> RunConfig:
-    """Return *config* for a tokenizer of *vocab_size* ids."""
-    return replace(config, model=replace(config.model, vocab_size=vocab_size))

@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
         write_report(directory)
         console.print(f"stopped after {outcome.step} of {config.train.steps} steps; run the same command to go on")
         return 130
-    summary = _summary(trainer, outcome.training_seconds, outcome.tokens)
+    summary = _summary(trainer)
     report = write_report(directory)
-    _show_sample(directory, console)
+    _show_sample(trainer, console)
     _closing(summary, args, report, console)
     return 0
 
@@ -117,7 +117,7 @@ def _config(args: argparse.Namespace, corpus: Any, directory: Path, console: Any
     return config
 
 
-def _summary(trainer: Any, training_seconds: float, tokens: int) -> dict[str, Any]:
+def _summary(trainer: Any) -> dict[str, Any]:
     from tercet.eval.compression import gzip_bits_per_byte, xz_bits_per_byte
     from tercet.model.sizes import sizes
     from tercet.util.files import write_json
@@ -125,13 +125,13 @@ def _summary(trainer: Any, training_seconds: float, tokens: int) -> dict[str, An
     held_out = trainer.corpus.validation_bytes()
     parameters = sizes(trainer.config.model)
     summary = {
-        "training_seconds": round(training_seconds, 1),
+        "training_seconds": round(trainer.seconds, 1),
         "bits_per_byte": round(trainer.validation, 4),
         "gzip_bits_per_byte": round(gzip_bits_per_byte(held_out), 4),
         "xz_bits_per_byte": round(xz_bits_per_byte(held_out), 4),
         "validation_bytes": len(held_out),
-        "tokens": tokens,
-        "tokens_per_second": round(tokens / training_seconds, 1),
+        "tokens": trainer.tokens,
+        "tokens_per_second": round(trainer.tokens / trainer.seconds, 1),
         "parameters": parameters.total,
         "active_parameters": parameters.active_without_embedding,
     }
@@ -139,16 +139,15 @@ def _summary(trainer: Any, training_seconds: float, tokens: int) -> dict[str, An
     return summary
 
 
-def _show_sample(directory: Path, console: Any) -> None:
+def _show_sample(trainer: Any, console: Any) -> None:
     from tercet.serve.generate import Generator, Sampling
-    from tercet.train.checkpoint import load_run
 
-    loaded = load_run(directory)
-    ids = [loaded.tokenizer.bos_id, *loaded.tokenizer.encode(PROMPT)]
-    stream = Generator(loaded.model).stream(
-        ids, Sampling(temperature=0.6, top_p=0.9), max_new_tokens=80, stop_ids=loaded.tokenizer.stop_ids
+    tokenizer = trainer.corpus.tokenizer
+    ids = [tokenizer.bos_id, *tokenizer.encode(PROMPT)]
+    stream = Generator(trainer.model).stream(
+        ids, Sampling(temperature=0.6, top_p=0.9), max_new_tokens=80, stop_ids=tokenizer.stop_ids
     )
-    text = loaded.tokenizer.decode(list(stream), skip_control=True)
+    text = tokenizer.decode(list(stream), skip_control=True)
     console.print("\n[bold]It writes:[/]")
     console.print(PROMPT, end="", style="dim", markup=False)
     console.print(text, markup=False)

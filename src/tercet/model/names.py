@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 
@@ -17,10 +17,9 @@ _SINGLE = re.compile(r"^(.*\.experts)\.(\d+)\.(w[123])\.weight$")
 def published_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of *model* under its published name; experts are views into the stacked tensors."""
     for name, tensor in model.state_dict(keep_vars=True).items():
-        match = _STACKED.match(name)
-        if match:
-            for e in range(tensor.shape[0]):
-                yield f"{match[1]}.{e}.{match[2]}.weight", tensor[e]
+        if is_stacked(name):
+            for expert in range(tensor.shape[0]):
+                yield published_name(name, expert), tensor[expert]
         else:
             yield name, tensor
 
@@ -41,8 +40,3 @@ def locate(name: str) -> tuple[str, int | None]:
 def is_stacked(name: str) -> bool:
     """Whether parameter *name* stacks all experts of a layer."""
     return _STACKED.match(name) is not None
-
-
-def stacked_parameters(tensors: Mapping[str, Tensor]) -> list[str]:
-    """List the stacked expert parameters among *tensors*."""
-    return [name for name in tensors if is_stacked(name)]
