@@ -83,13 +83,29 @@ def plan_rows(experts: Tensor, count: int) -> Plan:
     return Plan(choice, slot, ends)
 
 
+@triton.jit
+def _tile_kernel(ends, expert, first, count, tiles, SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program e writes the tiles of expert e; the last program marks the tiles that no expert has."""
+    mine = tl.program_id(0)
+    index = tl.arange(0, EXPERTS)
+    real = index < count
+    end = tl.load(ends + index, mask=real, other=0)
+    begin = tl.load(ends + index - 1, mask=real & (index > 0), other=0)
+    needed = tl.where(real, (end - begin + SIZE - 1) // SIZE, 0)
+    from_tile = tl.sum(tl.where(index < mine, needed, 0), 0)
+    to_tile = tl.where(mine < count, from_tile + tl.sum(tl.where(index == mine, needed, 0), 0), tiles)
+    row = tl.sum(tl.where(index == mine, begin, 0), 0)
+    label = tl.where(mine < count, mine, -1)
+    for start in range(from_tile, to_tile, BLOCK):
+        tile = start + tl.arange(0, BLOCK)
+        tl.store(expert + tile, tl.zeros([BLOCK], tl.int32) + label, mask=tile < to_tile)
+        tl.store(first + tile, row + (tile - from_tile) * SIZE, mask=tile < to_tile)
+
+
 def tile_rows(ends: Tensor, rows: int, size: int) -> TileTable:
     """Cut every expert's rows into tiles of *size*."""
-    begins = ends - torch.diff(ends, prepend=ends.new_zeros(1))
-    tile_ends = ((ends - begins + size - 1) // size).cumsum(0, dtype=torch.int32)
-    tile = torch.arange(rows // size + min(len(ends), rows), dtype=torch.int32, device=ends.device)
-    owner = torch.searchsorted(tile_ends, tile, right=True)
-    expert = owner.clamp(max=len(ends) - 1)
-    before = tile - torch.where(expert > 0, tile_ends[expert - 1], 0)
-    first = begins[expert] + before * size
-    return TileTable(torch.where(owner < len(ends), expert, -1).to(torch.int32), first.to(torch.int32))
+    count = len(ends)
+    tiles = rows // size + min(count, rows)
+    table = TileTable(ends.new_empty(tiles), ends.new_empty(tiles))
+    _tile_kernel[(count + 1,)](ends, *table, count, tiles, SIZE=size, EXPERTS=triton.next_power_of_2(count), BLOCK=64)
+    return table
