@@ -62,17 +62,33 @@ def truncated(x):
 
 
 @pytest.mark.parametrize("carried", [False, True])
-@pytest.mark.parametrize("lengths", [(20,), (5, 0, 1, 2, 12)])
-def test_short_conv(carried, lengths, monkeypatch):
-    monkeypatch.setattr(triton_, "_TOKENS", 8)
+@pytest.mark.parametrize(("lengths", "taps"), [((20,), 4), ((5, 0, 1, 2, 12), 4), ((1, 1, 7), 2)])
+def test_short_conv(carried, lengths, taps, monkeypatch):
+    monkeypatch.setattr(triton_, "_SPAN", 3)
+    monkeypatch.setattr(triton_, "_SEGMENTS", 2)
     monkeypatch.setattr(triton_, "_CHANNELS", 4)
-    state = torch.randn(len(lengths), 3, 6) if carried else None
+    state = torch.randn(len(lengths), taps - 1, 6) if carried else None
     bounds = torch.tensor([0, *lengths]).cumsum(0)
 
     def ours(x, weight):
         return short_conv(x, weight, state=state, cu_seqlens=bounds)
 
     def formula(x, weight):
-        return reference.short_conv(x, weight, state=None if state is None else state.double(), lengths=lengths)
+        before = None if state is None else state.double()
+        return reference.short_conv(x, weight, state=before, lengths=lengths, tail=True)
 
-    assert_same(ours, formula, [torch.randn(1, sum(lengths), 6), torch.randn(6, 1, 4)], 1e-6, "triton")
+    assert_same(ours, formula, [torch.randn(1, sum(lengths), 6), torch.randn(6, 1, taps)], 1e-6, "triton")
+
+
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (4, 6, 5)])
+def test_short_conv_keeps_nan_in_its_sequence(lengths, monkeypatch):
+    monkeypatch.setattr(triton_, "_SPAN", 4)
+    x, weight = torch.randn(1, 15, 4), torch.randn(4, 1, 4)
+    start, end = lengths[0], lengths[0] + lengths[1]
+    x[:, start:end] = torch.nan
+    x.requires_grad_()
+    with use_tier("triton"):
+        y, _ = short_conv(x, weight, cu_seqlens=torch.tensor((0, *lengths)).cumsum(0))
+        (grad,) = torch.autograd.grad(y.sum(), x)
+    for part in (y, grad):
+        assert part[:, :start].isfinite().all() and part[:, end:].isfinite().all()

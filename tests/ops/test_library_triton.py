@@ -36,7 +36,7 @@ CASES = {
     "route": (router._forward, lambda: (leaf(3, 7), torch.zeros(7), 2, True, 1.0)),
     "situ_glu": (glu._situ, lambda: (leaf(6), leaf(6), 4.0, 25.0)),
     "rms_norm": (norm._forward, lambda: (leaf(3, 8), leaf(3, 8), leaf(8), 1e-5)),
-    "short_conv": (conv._forward, lambda: (leaf(5, 6), leaf(6, 1, 4), None, *conv._bounds((5,), torch.device("cpu")))),
+    "short_conv": (conv._forward, lambda: (leaf(5, 6), leaf(6, 1, 4), None, *conv._places((5,), torch.device("cpu")))),
 }
 
 

@@ -52,11 +52,13 @@ class KimiDeltaAttention(nn.Module):
         kda, lead = self.kda, x.shape[:2]
         state = context.states[self.layer] if context.states is not None else None
         assert state is None or isinstance(state, KDAState)
-        projected = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        filters = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
-        past = state.conv if state is not None else None
-        rows, tail = short_conv(projected, filters, state=past, cu_seqlens=context.cu_seqlens)
-        q, k, v = (part.view(*lead, kda.num_heads, kda.head_dim) for part in rows.split(kda.width, dim=-1))
+        parts = (self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d)
+        past = state.conv.split(kda.width, dim=-1) if state is not None else (None,) * 3
+        convolved = [
+            short_conv(proj(x), conv.weight, state=rows, cu_seqlens=context.cu_seqlens, tail=state is not None)
+            for (proj, conv), rows in zip(parts, past)
+        ]
+        q, k, v = (y.view(*lead, kda.num_heads, kda.head_dim) for y, _ in convolved)
         z = self.f_b_proj(self.f_a_proj(x)).view(*lead, kda.num_heads, kda.head_dim)
         dt_bias = self.dt_bias.view(kda.num_heads, kda.head_dim)
         context.observer.decay(self.layer, z, self.A_log, dt_bias, kda.gate_lower_bound)
@@ -73,7 +75,8 @@ class KimiDeltaAttention(nn.Module):
             cu_seqlens=context.cu_seqlens,
         )
         if state is not None:
-            state.conv, state.recurrent = tail, matrix
+            state.conv = torch.cat([tail for _, tail in convolved if tail is not None], dim=-1)
+            state.recurrent = matrix
         gate = (self.g_proj(x) if kda.full_rank_gate else self.g_b_proj(self.g_a_proj(x))).view_as(o)
         o = gated_rms_norm(o, gate, self.o_norm.weight, eps=self.o_norm.eps)
         return self.o_proj(o.flatten(2).to(x.dtype))

@@ -1,8 +1,8 @@
 """What a training step costs and where the time goes.
 
-`measure_step` builds the model, loss and optimiser of a run and steps on random tokens. Phases are marked by identity
-nodes in the autograd graph: one before and one after a phase, so that forward and backward are timed alike, on the
-device's own clock. The plain step is timed first, without marks.
+`measure_step` builds the model, loss, optimiser, balancer and QK-Clip of a run and steps on random tokens. Phases are
+marked by identity nodes in the autograd graph: one before and one after a phase, so that forward and backward are timed
+alike, on the device's own clock. The plain step is timed first, without marks.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from tercet.data.batch import Batch
 from tercet.model import CausalLM, Context, build, decoder, to_compute_dtype
 from tercet.model.decoder import DecoderLayer
 from tercet.model.sizes import sizes
+from tercet.train.balance import balancer_for
 from tercet.train.loss import components
+from tercet.train.observers import Observers
 from tercet.train.optimizer import Optimizer
+from tercet.train.qk_clip import QKClip
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,8 @@ class _Step:
             to_compute_dtype(self.model, torch.bfloat16)
         self.optimizer = Optimizer(self.model, config.optim)
         self.components = components(self.model, config.train)
+        self.balancer = balancer_for(self.model, config.balance)
+        self.qk_clip = QKClip(config.model, config.optim.qk_clip) if config.optim.qk_clip is not None else None
         self.batch = self._random_batch()
 
     def _random_batch(self) -> Batch:
@@ -156,21 +161,39 @@ class _Step:
         return Batch(ids[:-1], ids[1:], torch.ones(rows * length, device=self.device), bounds)
 
     def run(self, clock: _Clock | None = None) -> None:
-        """Forward, backward and optimiser; with *clock*, loss and optimiser are booked."""
+        """Forward, backward and optimiser; with *clock*, loss, optimiser and balancing are booked."""
         clock = clock or _Clock(self.device)
         micro_batches = self.config.data.batch_sequences // self.config.train.micro_batch_sequences
-        for _ in range(micro_batches):
-            context = Context(cu_seqlens=self.batch.cu_seqlens, recompute=self.config.train.recompute)
-            features = self.model.features(self.batch.tokens[None], context)
-            clock.begin("loss")
-            scale = 1 / (micro_batches * self.batch.tokens.numel())
-            losses = [part.total(self.model, self.batch, features, context, scale) for part in self.components]
-            clock.end("loss")
-            torch.stack(losses).sum().backward()
-            self.optimizer.accumulate()
+        self.balancer.begin_step()
+        if self.qk_clip is not None:
+            self.qk_clip.begin_step()
+        for index in range(micro_batches):
+            self._micro_step(index, micro_batches, clock)
         clock.begin("optimizer")
-        self.optimizer.step(1e-4)
+        report = self.optimizer.step(1e-4)
         clock.end("optimizer")
+        clock.begin("balance")
+        self.balancer.finish(accepted=not report.skipped)
+        if self.qk_clip is not None:
+            self.qk_clip.end_step(self.optimizer, accepted=not report.skipped)
+        clock.end("balance")
+
+    def _micro_step(self, index: int, micro_batches: int, clock: _Clock) -> None:
+        watching = [self.balancer.begin_micro_batch(index), *([self.qk_clip] if self.qk_clip is not None else [])]
+        context = Context(
+            cu_seqlens=self.batch.cu_seqlens,
+            observer=Observers(*watching),
+            recompute=self.config.train.recompute,
+        )
+        features = self.model.features(self.batch.tokens[None], context)
+        clock.begin("loss")
+        scale = 1 / (micro_batches * self.batch.tokens.numel())
+        losses = [part.total(self.model, self.batch, features, context, scale) for part in self.components]
+        clock.end("loss")
+        if (auxiliary := self.balancer.auxiliary_loss()) is not None:
+            losses.append(auxiliary / micro_batches)
+        torch.stack(losses).sum().backward()
+        self.optimizer.accumulate()
 
 
 def measure_step(config: RunConfig, device: torch.device, *, steps: int = 5) -> StepTiming:

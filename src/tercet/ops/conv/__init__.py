@@ -19,7 +19,8 @@ def short_conv(
     *,
     state: Float[Tensor, "sequences taps-1 channels"] | None = None,
     cu_seqlens: Int[Tensor, "bounds"] | None = None,
-) -> tuple[Float[Tensor, "batch tokens channels"], Float[Tensor, "sequences taps-1 channels"]]:
+    tail: bool = True,
+) -> tuple[Float[Tensor, "batch tokens channels"], Float[Tensor, "sequences taps-1 channels"] | None]:
     """Return ``SiLU(Σ_j w[j] · x[t − taps + 1 + j])``; the last tap is the current token.
 
     Args:
@@ -27,10 +28,11 @@ def short_conv(
         weight: one filter per channel, in the published ``[channels, 1, taps]`` form.
         state: the ``taps − 1`` rows before each sequence, oldest first; zeros when absent.
         cu_seqlens: bounds of packed sequences; no tap reaches across them.
+        tail: also return the state after the last token; training has no use for it.
 
     Returns:
         the activated rows in x's dtype, and the newest ``taps − 1`` input rows of each sequence (a shorter sequence
-        keeps older rows of *state*, shifted).
+        keeps older rows of *state*, shifted), or None without *tail*.
 
     Raises:
         ShapeError: shapes disagree.
@@ -45,4 +47,4 @@ def short_conv(
         raise ShapeError(
             f"the convolution state must be [sequences, taps-1, channels] = {expected}, got {tuple(state.shape)}"
         )
-    return _short_conv(x, weight, state=state, lengths=lengths)
+    return _short_conv(x, weight, state=state, lengths=lengths, tail=tail)

@@ -7,7 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def short_conv(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def short_conv(
+    x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...], tail: bool
+) -> tuple[Tensor, Tensor | None]:
     """See `tercet.ops.conv.short_conv`."""
     compute = torch.promote_types(x.dtype, torch.float32)
     taps = weight.shape[-1]
@@ -19,4 +21,4 @@ def short_conv(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tupl
         y = torch.stack([weight[:, 0, j].to(compute) * wide[j : j + len(rows)] for j in range(taps)]).sum(0)
         outputs.append(F.silu(y).to(x.dtype))
         states.append(padded[len(padded) - taps + 1 :])
-    return torch.cat(outputs).view_as(x), torch.stack(states)
+    return torch.cat(outputs).view_as(x), torch.stack(states) if tail else None

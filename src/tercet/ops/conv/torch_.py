@@ -69,7 +69,9 @@ class _ShortConv(torch.autograd.Function):
         return d_x, d_weight.t()[:, None].to(weight_dtype), d_state, None
 
 
-def short_conv(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def short_conv(
+    x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...], tail: bool
+) -> tuple[Tensor, Tensor | None]:
     """See `tercet.ops.conv.short_conv`."""
     y, final = _ShortConv.apply(x.flatten(0, 1), weight, state, lengths)
-    return y.view_as(x), final
+    return y.view_as(x), final if tail else None

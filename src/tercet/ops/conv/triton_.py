@@ -1,10 +1,12 @@
-"""The short convolution on the GPU: every input row is read from memory once and from cache by the taps that share it.
+"""The short convolution on the GPU: a program walks along time and keeps the last rows in registers.
 
-Each token knows where its sequence begins; a tap before that reads the carried rows or zero. The backward pass forms
-the pre-activation of a token and of the taps − 1 tokens behind it again instead of storing it. The filters' gradient
-is summed in a fixed order: a program's tokens, then the programs.
+A program owns `SEGMENTS` stretches of `SPAN` tokens and a block of channels. Step by step it loads one row of every
+stretch, so each input is read once; the three rows before it, and backward the gradients of the three rows before it,
+travel in registers. A tap of lag a counts when the token is at least the a-th of its sequence (earlier rows come from
+the carried state or are zero); the same condition says which rows a pre-activation's gradient reaches. Nothing but the
+inputs is saved. The filters' gradient is summed in a fixed order: a program's tokens, then the programs.
 
-Shapes: T flat tokens, N sequences, C channels, J taps.
+Shapes: T flat tokens, N sequences, C channels, J taps; S stretches a program.
 """
 
 from __future__ import annotations
@@ -19,30 +21,54 @@ from torch import Tensor
 
 from tercet.ops.glu.triton_ import sigmoid
 from tercet.ops.gpu import dense, float_refusal, operator
+from tercet.ops.packing import positions
 
-_TOKENS, _CHANNELS = 32, 128
+MAX_TAPS = 4
+_SEGMENTS, _SPAN, _CHANNELS = 8, 32, 128
+_WARPS, _STAGES = 4, 3
 
 
 @lru_cache(maxsize=64)
-def _bounds(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's sequence, and each sequence's first token and end."""
+def _places(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return each token's index within its sequence, and its sequence."""
     count = torch.tensor(lengths)
-    ends = count.cumsum(0)
     sequence = torch.repeat_interleave(torch.arange(len(lengths)), count)
-    return tuple(t.to(device, torch.int32) for t in (sequence, ends - count, ends))  # type: ignore[return-value]
+    return positions(lengths).to(device, torch.int32), sequence.to(device, torch.int32)
 
 
 @triton.jit
-def _row(x, state, token, begin, sequence, channel, mask, C: tl.constexpr, TAPS: tl.constexpr, CARRIED: tl.constexpr):
-    """Load input rows; rows before a sequence come from its carried state, or are zero."""
-    inside = token >= begin
-    value = tl.load(x + token.to(tl.int64)[:, None] * C + channel[None, :], mask=mask & inside[:, None], other=0.0)
-    value = value.to(tl.float32)
-    if CARRIED:
-        past = sequence.to(tl.int64) * (TAPS - 1) + token - begin + (TAPS - 1)
-        carried = tl.load(state + past[:, None] * C + channel[None, :], mask=mask & ~inside[:, None], other=0.0)
-        value += carried.to(tl.float32)
-    return value
+def _filter(weight, channel, LAG: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr):
+    """Load the weight of one lag for every channel; a lag that the filter does not have weighs nothing."""
+    at = weight + channel * TAPS + (TAPS - 1 - LAG)
+    return tl.load(at, mask=(channel < C) & (LAG < TAPS), other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _rows(x, token, channel, C: tl.constexpr, tokens):
+    """Load one row of every stretch in fp32; zero outside of the tokens."""
+    mask = ((token >= 0) & (token < tokens))[:, None] & (channel < C)[None, :]
+    return tl.load(x + token.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _tap(
+    row,
+    state,
+    position,
+    sequence,
+    channel,
+    LAG: tl.constexpr,
+    C: tl.constexpr,
+    TAPS: tl.constexpr,
+    CARRIED: tl.constexpr,
+):
+    """Return the row of a lag as the token sees it: its own sequence's, the carried state's, or zero."""
+    past = 0.0
+    if CARRIED and LAG < TAPS:
+        at = (sequence.to(tl.int64) * (TAPS - 1) + position - LAG + (TAPS - 1))[:, None] * C + channel[None, :]
+        mask = (position < LAG)[:, None] & (channel < C)[None, :]
+        past = tl.load(state + at, mask=mask, other=0.0).to(tl.float32)
+    return tl.where((position >= LAG)[:, None], row, past)
 
 
 @triton.jit
@@ -51,26 +77,35 @@ def _forward_kernel(
     weight,
     state,
     out,
+    positions,
     sequences,
-    begins,
     tokens,
     C: tl.constexpr,
     TAPS: tl.constexpr,
     CARRIED: tl.constexpr,
-    BT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SPAN: tl.constexpr,
     BC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    first = (tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)) * SPAN
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    mask = (token < tokens)[:, None] & (channel < C)[None, :]
-    sequence = tl.load(sequences + token, mask=token < tokens, other=0)
-    begin = tl.load(begins + sequence)
-    total = tl.zeros([BT, BC], tl.float32)
-    for j in tl.static_range(TAPS):
-        w = tl.load(weight + channel * TAPS + j, mask=channel < C, other=0.0).to(tl.float32)
-        total += w[None, :] * _row(x, state, token - (TAPS - 1 - j), begin, sequence, channel, mask, C, TAPS, CARRIED)
-    y = total * sigmoid(total)
-    tl.store(out + token.to(tl.int64)[:, None] * C + channel[None, :], y.to(out.dtype.element_ty), mask=mask)
+    w0, w1 = _filter(weight, channel, 0, C, TAPS), _filter(weight, channel, 1, C, TAPS)
+    w2, w3 = _filter(weight, channel, 2, C, TAPS), _filter(weight, channel, 3, C, TAPS)
+    x1, x2 = _rows(x, first - 1, channel, C, tokens), _rows(x, first - 2, channel, C, tokens)
+    x3 = _rows(x, first - 3, channel, C, tokens)
+    for step in tl.range(0, SPAN, num_stages=STAGES):
+        token = first + step
+        position = tl.load(positions + token, mask=token < tokens, other=0)
+        sequence = tl.load(sequences + token, mask=token < tokens, other=0) if CARRIED else position
+        x0 = _rows(x, token, channel, C, tokens)
+        total = w0 * x0 + w1 * _tap(x1, state, position, sequence, channel, 1, C, TAPS, CARRIED)
+        total += w2 * _tap(x2, state, position, sequence, channel, 2, C, TAPS, CARRIED)
+        total += w3 * _tap(x3, state, position, sequence, channel, 3, C, TAPS, CARRIED)
+        mask = (token < tokens)[:, None] & (channel < C)[None, :]
+        to = token.to(tl.int64)[:, None] * C + channel[None, :]
+        tl.store(out + to, (total * sigmoid(total)).to(out.dtype.element_ty), mask=mask)
+        x3, x2, x1 = x2, x1, x0
 
 
 @triton.jit
@@ -81,74 +116,78 @@ def _backward_kernel(
     grad,
     d_x,
     partial,
+    positions,
     sequences,
-    begins,
-    ends,
     tokens,
     C: tl.constexpr,
     TAPS: tl.constexpr,
     CARRIED: tl.constexpr,
-    BT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SPAN: tl.constexpr,
     BC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    first = tl.program_id(0) * BT
-    token = first + tl.arange(0, BT)
+    first = (tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)) * SPAN
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    real = (channel < C)[None, :]
-    sequence = tl.load(sequences + token, mask=token < tokens, other=0)
-    begin = tl.load(begins + sequence)
-    end = tl.where(token < tokens, tl.load(ends + sequence), 0)
-    d_input = tl.zeros([BT, BC], tl.float32)
-    for ahead in tl.static_range(TAPS):
-        later = token + ahead
-        mask = (later < end)[:, None] & real
-        total = tl.zeros([BT, BC], tl.float32)
-        for j in tl.static_range(TAPS):
-            w = tl.load(weight + channel * TAPS + j, mask=channel < C, other=0.0).to(tl.float32)
-            row = _row(x, state, later - (TAPS - 1 - j), begin, sequence, channel, mask, C, TAPS, CARRIED)
-            total += w[None, :] * row
+    w0, w1 = _filter(weight, channel, 0, C, TAPS), _filter(weight, channel, 1, C, TAPS)
+    w2, w3 = _filter(weight, channel, 2, C, TAPS), _filter(weight, channel, 3, C, TAPS)
+    x1, x2 = _rows(x, first - 1, channel, C, tokens), _rows(x, first - 2, channel, C, tokens)
+    x3 = _rows(x, first - 3, channel, C, tokens)
+    d1, d2, d3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)  # growing gradients of the last three rows
+    s0, s1, s2, s3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)  # of the filters
+    for step in tl.range(0, SPAN + 3, num_stages=STAGES):
+        token = first + step
+        position = tl.load(positions + token, mask=token < tokens, other=0)
+        sequence = tl.load(sequences + token, mask=token < tokens, other=0) if CARRIED else position
+        x0 = _rows(x, token, channel, C, tokens)
+        r1 = _tap(x1, state, position, sequence, channel, 1, C, TAPS, CARRIED)
+        r2 = _tap(x2, state, position, sequence, channel, 2, C, TAPS, CARRIED)
+        r3 = _tap(x3, state, position, sequence, channel, 3, C, TAPS, CARRIED)
+        total = w0 * x0 + w1 * r1
+        total += w2 * r2
+        total += w3 * r3
         s = sigmoid(total)
-        d = tl.load(grad + later.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
-        d *= s * (1.0 + total * (1.0 - s))
-        w = tl.load(weight + channel * TAPS + (TAPS - 1 - ahead), mask=channel < C, other=0.0).to(tl.float32)
-        d_input += w[None, :] * d
-        if ahead == 0:
-            for j in tl.static_range(TAPS):
-                row = _row(x, state, token - (TAPS - 1 - j), begin, sequence, channel, mask, C, TAPS, CARRIED)
-                to = (tl.program_id(0).to(tl.int64) * TAPS + j) * C + channel
-                tl.store(partial + to, tl.sum(d * row, 0), mask=channel < C)
-    to = token.to(tl.int64)[:, None] * C + channel[None, :]
-    tl.store(d_x + to, d_input.to(d_x.dtype.element_ty), mask=(token < tokens)[:, None] & real)
+        d = _rows(grad, token, channel, C, tokens) * (s * (1.0 + total * (1.0 - s)))
+        own = tl.where(step < SPAN, d, 0.0)
+        s0 += own * x0
+        s1 += own * r1
+        s2 += own * r2
+        s3 += own * r3
+        lag = position[:, None]
+        done = d3 + tl.where(lag >= 3, w3 * d, 0.0)
+        back = token - 3
+        mask = ((step >= 3) & (back < tokens))[:, None] & (channel < C)[None, :]
+        to = back.to(tl.int64)[:, None] * C + channel[None, :]
+        tl.store(d_x + to, done.to(d_x.dtype.element_ty), mask=mask)
+        d3 = d2 + tl.where(lag >= 2, w2 * d, 0.0)
+        d2 = d1 + tl.where(lag >= 1, w1 * d, 0.0)
+        d1 = w0 * d
+        x3, x2, x1 = x2, x1, x0
+    to = partial + tl.program_id(0).to(tl.int64) * 4 * C + channel
+    tl.store(to, tl.sum(s0, 0), mask=channel < C)
+    tl.store(to + C, tl.sum(s1, 0), mask=channel < C)
+    tl.store(to + 2 * C, tl.sum(s2, 0), mask=channel < C)
+    tl.store(to + 3 * C, tl.sum(s3, 0), mask=channel < C)
 
 
-def _grid(tokens: int, channels: int) -> tuple[int, int]:
-    return triton.cdiv(tokens, _TOKENS), triton.cdiv(channels, _CHANNELS)
+def _launch(tokens: int, channels: int) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and the kernels' tile."""
+    grid = triton.cdiv(tokens, _SEGMENTS * _SPAN), triton.cdiv(channels, _CHANNELS)
+    return grid, {"SEGMENTS": _SEGMENTS, "SPAN": _SPAN, "BC": _CHANNELS, "STAGES": _STAGES, "num_warps": _WARPS}
 
 
 @operator(
     "tercet::short_conv",
-    schema="(Tensor x, Tensor weight, Tensor? state, Tensor sequences, Tensor begins, Tensor ends) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? state, Tensor positions, Tensor sequences) -> Tensor",
 )
-def _forward(
-    x: Tensor, weight: Tensor, state: Tensor | None, sequences: Tensor, begins: Tensor, ends: Tensor
-) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, state: Tensor | None, positions: Tensor, sequences: Tensor) -> Tensor:
     x, weight = dense(x), dense(weight)
     out = torch.empty_like(x)
-    carried = x if state is None else dense(state)
     if x.numel():
-        _forward_kernel[_grid(*x.shape)](
-            x,
-            weight,
-            carried,
-            out,
-            sequences,
-            begins,
-            len(x),
-            C=x.shape[1],
-            TAPS=weight.shape[2],
-            CARRIED=state is not None,
-            BT=_TOKENS,
-            BC=_CHANNELS,
+        grid, tile = _launch(*x.shape)
+        carried, shape = x if state is None else dense(state), {"C": x.shape[1], "TAPS": weight.shape[2]}
+        _forward_kernel[grid](
+            x, weight, carried, out, positions, sequences, len(x), CARRIED=state is not None, **shape, **tile
         )
     return out
 
@@ -160,25 +199,19 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 @operator(
     "tercet::short_conv_backward",
-    schema="(Tensor x, Tensor weight, Tensor? state, Tensor grad, Tensor sequences, Tensor begins, Tensor ends)"
+    schema="(Tensor x, Tensor weight, Tensor? state, Tensor grad, Tensor positions, Tensor sequences)"
     " -> (Tensor, Tensor)",
 )
 def _backward(
-    x: Tensor,
-    weight: Tensor,
-    state: Tensor | None,
-    grad: Tensor,
-    sequences: Tensor,
-    begins: Tensor,
-    ends: Tensor,
+    x: Tensor, weight: Tensor, state: Tensor | None, grad: Tensor, positions: Tensor, sequences: Tensor
 ) -> tuple[Tensor, Tensor]:
     x, weight, grad = dense(x), dense(weight), dense(grad)
     (tokens, channels), taps = x.shape, weight.shape[2]
     d_x = torch.empty_like(x)
-    grid = _grid(tokens, channels)
-    partial = torch.zeros(grid[0], taps, channels, dtype=torch.float32, device=x.device)
-    carried = x if state is None else dense(state)
+    grid, tile = _launch(tokens, channels)
+    partial = torch.empty(grid[0], 4, channels, dtype=torch.float32, device=x.device)
     if x.numel():
+        carried, shape = x if state is None else dense(state), {"C": channels, "TAPS": taps}
         _backward_kernel[grid](
             x,
             weight,
@@ -186,17 +219,15 @@ def _backward(
             grad,
             d_x,
             partial,
+            positions,
             sequences,
-            begins,
-            ends,
             tokens,
-            C=channels,
-            TAPS=taps,
             CARRIED=state is not None,
-            BT=_TOKENS,
-            BC=_CHANNELS,
+            **shape,
+            **tile,
         )
-    return d_x, partial.sum(0).t()[:, None].to(weight.dtype).contiguous()
+    by_lag = partial.sum(0)[:taps].flip(0)
+    return d_x, by_lag.t()[:, None].to(weight.dtype).contiguous()
 
 
 @_backward.register_fake
@@ -209,33 +240,42 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, state, *bounds = ctx.saved_tensors
-    d_x, d_weight = _backward(x, weight, state, grad, *bounds)
-    return d_x, d_weight, None, None, None, None
+    x, weight, state, *places = ctx.saved_tensors
+    d_x, d_weight = _backward(x, weight, state, grad, *places)
+    return d_x, d_weight, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 
 
-def declines(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...]) -> str | None:
+def declines(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...], tail: bool) -> str | None:
     """Return why the kernels cannot take these inputs, or None."""
     if state is not None and state.requires_grad and torch.is_grad_enabled():
         return "the carried rows need a gradient"
+    if weight.shape[2] > MAX_TAPS:
+        return f"{weight.shape[2]} taps, more than {MAX_TAPS}"
     return float_refusal(x, weight)
 
 
-def call(x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def call(
+    x: Tensor, weight: Tensor, *, state: Tensor | None, lengths: tuple[int, ...], tail: bool
+) -> tuple[Tensor, Tensor | None]:
     """See `tercet.ops.conv.short_conv`."""
-    flat, history = x.flatten(0, 1), weight.shape[2] - 1
-    bounds = _bounds(lengths, x.device)
-    y = _forward(flat, weight, state, *bounds)
-    offset = torch.arange(-history, 0, device=x.device)
-    token = bounds[2][:, None] + offset
-    newest = flat[token.clamp(min=0)] if len(flat) else flat.new_zeros(*token.shape, x.shape[2])
-    before = bounds[1][:, None] - token
+    flat = x.flatten(0, 1)
+    y = _forward(flat, weight, state, *_places(lengths, x.device)).view_as(x)
+    return y, _tail(flat, weight.shape[2] - 1, state, lengths) if tail else None
+
+
+def _tail(x: Tensor, history: int, state: Tensor | None, lengths: tuple[int, ...]) -> Tensor:
+    """Return the newest *history* rows of every sequence; a shorter sequence keeps rows of the old state."""
+    count = torch.tensor(lengths, device=x.device)
+    back = torch.arange(history, 0, -1, device=x.device)
+    token = count.cumsum(0)[:, None] - back
+    newest = x[token.clamp(min=0)] if len(x) else x.new_zeros(*token.shape, x.shape[1])
+    missing = back - count[:, None]
     if state is None:
         past = torch.zeros_like(newest)
     else:
-        row = (history - before).clamp(0, history - 1)[..., None].expand_as(newest)
-        past = state.to(x.dtype).gather(1, row.long())
-    return y.view_as(x), torch.where((before > 0)[..., None], past, newest)
+        row = (history - missing).clamp(0, history - 1)[..., None].expand_as(newest)
+        past = state.to(x.dtype).gather(1, row)
+    return torch.where((missing > 0)[..., None], past, newest)
