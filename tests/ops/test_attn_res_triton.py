@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from numerics import assert_same, relative_error
 from tercet.errors import UnsupportedError
-from tercet.ops import attn_res, use_tier
+from tercet.ops import attn_res, attn_res_norm, use_tier
 from tercet.ops.attn_res import reference, triton_
 
 
@@ -25,8 +25,32 @@ def test_values_and_gradients(n, dim, tokens):
 
 
 def test_more_tokens_than_programs(monkeypatch):
-    monkeypatch.setattr(triton_, "_PROGRAMS", 1)
+    monkeypatch.setattr(triton_, "_WARPS", 1)
     assert_same(ours, formula, [torch.randn(8), torch.randn(8), *torch.randn(2, 9, 8)], 1e-5, "triton")
+
+
+def ours_normed(norm_weight, query, next_weight, *sources):
+    return attn_res_norm(sources, norm_weight, query, next_weight, next_eps=1e-3)
+
+
+def formula_normed(norm_weight, query, next_weight, *sources):
+    mixed = formula(norm_weight, query, *sources)
+    return mixed / (mixed.square().mean(-1, keepdim=True) + 1e-3).sqrt() * next_weight
+
+
+@pytest.mark.parametrize(
+    ("n", "dim", "tokens", "tier"), [(1, 8, 3, "triton"), (5, 33, 9, "triton"), (3, 8, 2, "torch")]
+)
+def test_norm_behind_the_mixture(n, dim, tokens, tier, monkeypatch):
+    monkeypatch.setattr(triton_, "_WARPS", 1)
+    inputs = [torch.randn(dim), torch.randn(dim), torch.randn(dim), *torch.randn(n, tokens, dim)]
+    assert_same(ours_normed, formula_normed, inputs, 1e-5, tier)
+
+
+def test_norm_behind_a_tiny_mixture():
+    """Where ε outweighs the mean square, δ·out is not near zero and the shortcut for it must still hold."""
+    inputs = [torch.randn(16), torch.randn(16), torch.randn(16), *(1e-2 * torch.randn(3, 4, 16))]
+    assert_same(ours_normed, formula_normed, inputs, 1e-5, "triton")
 
 
 def test_one_source_is_returned():
@@ -63,7 +87,7 @@ def test_m8_weights_are_fp32_for_bf16_sources():
     """M8: scores that pass through bf16 would be off by 1e-3."""
     weight, query = torch.randn(64), torch.randn(64)
     sources = [torch.randn(2, 64).bfloat16() for _ in range(3)]
-    _, p, _ = triton_._forward(sources, weight, query, 1e-5)
+    _, p, *_ = triton_._forward(sources, weight, query, None, 1e-5, 0.0)
     expected = reference.weights([v.double() for v in sources], weight.double(), query.double(), 1e-5)
     assert relative_error(p, expected) < 1e-6
 

@@ -20,7 +20,7 @@ from tercet.model.kda import KimiDeltaAttention
 from tercet.model.layers import MLP, RMSNorm, linear
 from tercet.model.mla import MultiHeadLatentAttention
 from tercet.model.moe import LatentMoE
-from tercet.ops import attn_res
+from tercet.ops import attn_res, attn_res_norm
 
 
 @dataclass
@@ -33,9 +33,22 @@ class Depth:
 
 def mix(depth: Depth, norm: RMSNorm, proj: nn.Linear, layer: int, place: Place, context: Context) -> Tensor:
     """Return the Attention-Residuals mixture of the bank and the prefix."""
+    sources = _sources(depth, norm, proj, layer, place, context)
+    return attn_res(sources, norm.weight, proj.weight[0], eps=norm.eps)
+
+
+def mix_and_norm(
+    depth: Depth, norm: RMSNorm, proj: nn.Linear, then: RMSNorm, layer: int, place: Place, context: Context
+) -> Tensor:
+    """Return ``then(mix(…))``, what a sub-layer reads."""
+    sources = _sources(depth, norm, proj, layer, place, context)
+    return attn_res_norm(sources, norm.weight, proj.weight[0], then.weight, eps=norm.eps, next_eps=then.eps)
+
+
+def _sources(depth: Depth, norm: RMSNorm, proj: nn.Linear, layer: int, place: Place, context: Context) -> list[Tensor]:
     sources = [*depth.bank, depth.prefix]
     context.observer.mixing(layer, place, sources, norm.weight, proj.weight[0])
-    return attn_res(sources, norm.weight, proj.weight[0], eps=norm.eps)
+    return sources
 
 
 class DecoderLayer(nn.Module):
@@ -65,27 +78,27 @@ class DecoderLayer(nn.Module):
         if self.block_size is None:
             x = depth.prefix
             x = x + self.self_attn(self.input_layernorm(x), context)
-            return Depth(depth.bank, x + self._feed_forward(x, context))
-        u = depth.prefix
+            return Depth(depth.bank, x + self._feed_forward(self.post_attention_layernorm(x), context))
         if depth.bank:
-            u = mix(
-                depth,
-                self.self_attention_res_norm,
-                self.self_attention_res_proj,
-                self.layer,
-                "attention",
-                context,
-            )
-        a = self.self_attn(self.input_layernorm(u), context)
+            x = self._read(depth, "attention", context)
+        else:
+            x = self.input_layernorm(depth.prefix)
+        a = self.self_attn(x, context)
         if self.layer % self.block_size == 0:
             depth = Depth([*depth.bank, depth.prefix], a)
         else:
             depth = Depth(depth.bank, depth.prefix + a)
-        h = mix(depth, self.mlp_res_norm, self.mlp_res_proj, self.layer, "mlp", context)
-        return Depth(depth.bank, depth.prefix + self._feed_forward(h, context))
+        return Depth(depth.bank, depth.prefix + self._feed_forward(self._read(depth, "mlp", context), context))
 
-    def _feed_forward(self, h: Tensor, context: Context) -> Tensor:
-        x = self.post_attention_layernorm(h)
+    def _read(self, depth: Depth, place: Place, context: Context) -> Tensor:
+        """Return the normed mixture in front of a sub-layer."""
+        if place == "attention":
+            parts = self.self_attention_res_norm, self.self_attention_res_proj, self.input_layernorm
+        else:
+            parts = self.mlp_res_norm, self.mlp_res_proj, self.post_attention_layernorm
+        return mix_and_norm(depth, *parts, self.layer, place, context)
+
+    def _feed_forward(self, x: Tensor, context: Context) -> Tensor:
         return self.block_sparse_moe(x, context) if self.is_moe else self.mlp(x)
 
 

@@ -3,7 +3,7 @@
 """
 
 from tercet.ops.attention import attention_logit_max, causal_attention
-from tercet.ops.attn_res import attn_res, attn_res_bank, attn_res_merge, attn_res_weights
+from tercet.ops.attn_res import attn_res, attn_res_bank, attn_res_merge, attn_res_norm, attn_res_weights
 from tercet.ops.conv import short_conv
 from tercet.ops.cross_entropy import IGNORE, linear_cross_entropy, token_logprobs
 from tercet.ops.experts import routed_experts
@@ -24,6 +24,7 @@ __all__ = [
     "attn_res",
     "attn_res_bank",
     "attn_res_merge",
+    "attn_res_norm",
     "attn_res_weights",
     "causal_attention",
     "fused_kda",

@@ -126,6 +126,7 @@ class _Phases:
 def _watched(model: CausalLM, clock: _Clock) -> Iterator[None]:
     phases = _Phases(clock)
     phases.watch(decoder, "attn_res", "AttnRes")
+    phases.watch(decoder, "attn_res_norm", "AttnRes")
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         kind = "MLA" if type(layer.self_attn).__name__.startswith("Multi") else "KDA"

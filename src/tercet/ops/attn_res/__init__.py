@@ -11,16 +11,32 @@ read the bank once, and each later merges the one source that changes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
 
 from tercet.errors import ShapeError
 from tercet.ops.attn_res import reference, torch_
+from tercet.ops.norm import rms_norm
 from tercet.ops.registry import Operator
 
 _attn_res = Operator("attn_res", reference.attn_res, torch_.attn_res, "tercet.ops.attn_res.triton_")
+
+
+def _then_norm(mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return the tier of `attn_res_norm` that runs *mix* and then the norm."""
+
+    def run(*sources: Tensor, next_weight: Tensor, next_eps: float, **parameters: Any) -> Tensor:
+        return rms_norm(mix(*sources, **parameters), next_weight, eps=next_eps)
+
+    return run
+
+
+_attn_res_norm = Operator(
+    "attn_res_norm", _then_norm(reference.attn_res), _then_norm(torch_.attn_res), "tercet.ops.attn_res.triton_"
+)
 
 
 def attn_res(
@@ -46,6 +62,36 @@ def attn_res(
     """
     _check(sources, norm_weight, query)
     return _attn_res(*sources, norm_weight=norm_weight, query=query, eps=eps)
+
+
+def attn_res_norm(
+    sources: Sequence[Float[Tensor, "*lead dim"]],
+    norm_weight: Float[Tensor, "dim"],
+    query: Float[Tensor, "dim"],
+    next_weight: Float[Tensor, "dim"],
+    *,
+    eps: float = 1e-5,
+    next_eps: float = 1e-5,
+) -> Float[Tensor, "*lead dim"]:
+    """Return ``rms_norm(attn_res(sources), next_weight)``: what a sub-layer reads, in one pass where a GPU kernel runs.
+
+    Args:
+        sources: as for `attn_res`.
+        norm_weight: as for `attn_res`.
+        query: as for `attn_res`.
+        next_weight: weight of the sub-layer's own norm.
+        eps: as for `attn_res`.
+        next_eps: its epsilon.
+
+    Raises:
+        ShapeError: no source, or shapes disagree.
+    """
+    _check(sources, norm_weight, query)
+    if next_weight.shape != query.shape:
+        raise ShapeError(f"the next norm is {tuple(next_weight.shape)} wide, the mixture {tuple(query.shape)}")
+    return _attn_res_norm(
+        *sources, norm_weight=norm_weight, query=query, next_weight=next_weight, eps=eps, next_eps=next_eps
+    )
 
 
 def attn_res_weights(
