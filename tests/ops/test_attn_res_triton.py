@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from numerics import assert_same, relative_error
 from tercet.errors import UnsupportedError
-from tercet.ops import attn_res, attn_res_norm, use_tier
+from tercet.ops import attn_res, attn_res_bank, attn_res_merge, attn_res_norm, use_tier
 from tercet.ops.attn_res import reference, triton_
 
 
@@ -95,3 +95,30 @@ def test_m8_weights_are_fp32_for_bf16_sources():
 def test_declines_mixed_types():
     with use_tier("triton"), pytest.raises(UnsupportedError, match="several types"):
         ours(torch.ones(4), torch.ones(4), torch.randn(2, 4), torch.randn(2, 4).bfloat16())
+
+
+@pytest.mark.parametrize(("n", "dim", "tokens", "queries"), [(1, 24, 3, 1), (3, 130, 17, 5), (20, 16, 2, 18)])
+def test_two_phases(n, dim, tokens, queries):
+    """Reading the bank once for all queries, then merging the running sum, equals the direct mixture."""
+    bank, prefix = [*torch.randn(n, 1, tokens, dim)], torch.randn(1, tokens, dim)
+    weight, query = torch.randn(queries, dim), torch.randn(queries, dim)
+    with use_tier("triton"):
+        partial = attn_res_bank(bank, weight * query)
+        merged = [attn_res_merge(partial, j, prefix, weight[j] * query[j]) for j in range(queries)]
+    for j in range(queries):
+        direct = formula(weight[j].double(), query[j].double(), *(v.double() for v in (*bank, prefix)))
+        assert relative_error(merged[j], direct) < 1e-6
+
+
+def test_two_phases_with_sources_of_very_different_size():
+    bank = [10.0**i * torch.randn(2, 32) for i in range(-3, 4)]
+    weight, query = torch.ones(32), 30 * torch.randn(32)
+    with use_tier("triton"):
+        merged = attn_res_merge(attn_res_bank(bank, (weight * query)[None]), 0, bank[2], weight * query)
+    direct = formula(weight.double(), query.double(), *(v.double() for v in (*bank, bank[2])))
+    assert relative_error(merged, direct) < 1e-4
+
+
+def test_two_phases_decline_gradients():
+    with use_tier("triton"), pytest.raises(UnsupportedError, match="no gradients"):
+        attn_res_bank([torch.randn(2, 8, requires_grad=True)], torch.randn(1, 8))

@@ -64,7 +64,7 @@ def truncated(x):
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize(("lengths", "taps"), [((20,), 4), ((5, 0, 1, 2, 12), 4), ((1, 1, 7), 2)])
 def test_short_conv(carried, lengths, taps, monkeypatch):
-    monkeypatch.setattr(triton_, "_SPAN", 3)
+    monkeypatch.setattr(triton_, "_SPAN", 4)
     monkeypatch.setattr(triton_, "_SEGMENTS", 2)
     monkeypatch.setattr(triton_, "_CHANNELS", 4)
     state = torch.randn(len(lengths), taps - 1, 6) if carried else None

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tercet.errors import ShapeError
 from tercet.ops.attn_res import reference, torch_
+from tercet.ops.attn_res.reference import Partial
 from tercet.ops.norm import rms_norm
 from tercet.ops.registry import Operator
 
@@ -37,6 +38,9 @@ def _then_norm(mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
 _attn_res_norm = Operator(
     "attn_res_norm", _then_norm(reference.attn_res), _then_norm(torch_.attn_res), "tercet.ops.attn_res.triton_"
 )
+
+_bank = Operator("attn_res_bank", reference.bank, triton_module="tercet.ops.attn_res.triton_inference")
+_merge = Operator("attn_res_merge", reference.merge, triton_module="tercet.ops.attn_res.triton_inference")
 
 
 def attn_res(
@@ -106,8 +110,45 @@ def attn_res_weights(
     return reference.weights(sources, norm_weight, query, eps)
 
 
-attn_res_bank = reference.bank
-attn_res_merge = reference.merge
+def attn_res_bank(
+    sources: Sequence[Float[Tensor, "*lead dim"]],
+    folded_queries: Float[Tensor, "queries dim"],
+    *,
+    eps: float = 1e-5,
+) -> Partial:
+    """Phase 1: read every bank slot for all queries of a block at once.
+
+    Args:
+        sources: the bank's slots.
+        folded_queries: ``a ⊙ w`` of every sub-layer of the block, fp32.
+        eps: added to the mean square.
+
+    Raises:
+        ShapeError: no source, or shapes disagree.
+    """
+    if folded_queries.ndim != 2:
+        raise ShapeError(f"folded_queries must be [queries, dim], got {tuple(folded_queries.shape)}")
+    _check(sources, *folded_queries[:1].expand(2, -1))
+    return _bank(*sources, folded_queries=folded_queries, eps=eps)
+
+
+def attn_res_merge(
+    partial: Partial,
+    j: int,
+    source: Float[Tensor, "*lead dim"],
+    folded_query: Float[Tensor, "dim"],
+    *,
+    eps: float = 1e-5,
+) -> Float[Tensor, "*lead dim"]:
+    """Phase 2: add the running sum *source* to query *j* of *partial* and return the mixture in source's dtype.
+
+    Raises:
+        ShapeError: shapes disagree.
+    """
+    _check([source], folded_query, folded_query)
+    if partial.value.shape[1:] != source.shape:
+        raise ShapeError(f"the bank was read for rows {tuple(partial.value.shape[1:])}, got {tuple(source.shape)}")
+    return _merge(source, partial=partial, j=j, folded_query=folded_query, eps=eps)
 
 
 def _check(sources: Sequence[Tensor], norm_weight: Tensor, query: Tensor) -> None:

@@ -38,13 +38,8 @@ class Partial(NamedTuple):
     value: Float[Tensor, "queries *lead dim"]
 
 
-def bank(
-    sources: Sequence[Float[Tensor, "*lead dim"]],
-    folded_queries: Float[Tensor, "queries dim"],
-    *,
-    eps: float = 1e-5,
-) -> Partial:
-    """Phase 1: read every bank slot once for all queries of a block; ``folded_queries`` are ``a ⊙ w``, fp32."""
+def bank(*sources: Tensor, folded_queries: Tensor, eps: float) -> Partial:
+    """See `tercet.ops.attn_res.attn_res_bank`."""
     wide = [_wide(v) for v in sources]
     scores = torch.stack([_many(v, folded_queries, eps) for v in wide])
     maximum = scores.amax(0)
@@ -59,15 +54,8 @@ def _many(v: Tensor, folded_queries: Tensor, eps: float) -> Tensor:
     return ((v * r) @ folded_queries.t()).movedim(-1, 0)
 
 
-def merge(
-    partial: Partial,
-    j: int,
-    source: Float[Tensor, "*lead dim"],
-    folded_query: Float[Tensor, "dim"],
-    *,
-    eps: float = 1e-5,
-) -> Float[Tensor, "*lead dim"]:
-    """Phase 2: add the running sum *source* to query *j* of *partial* and return the mixture."""
+def merge(source: Tensor, *, partial: Partial, j: int, folded_query: Tensor, eps: float) -> Tensor:
+    """See `tercet.ops.attn_res.attn_res_merge`."""
     wide = _wide(source)
     score = _scores(wide, folded_query, eps)
     maximum = torch.maximum(partial.maximum[j], score)

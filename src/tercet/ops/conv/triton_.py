@@ -1,8 +1,8 @@
 """The short convolution on the GPU: a program walks along time and keeps the last rows in registers.
 
-A program owns `SEGMENTS` stretches of `SPAN` tokens and a block of channels. Step by step it loads one row of every
+A program owns `SEGMENTS` stretches of `SPAN` tokens and a block of channels. Step by step it takes one row of every
 stretch, so each input is read once; the three rows before it, and backward the gradients of the three rows before it,
-travel in registers. A tap of lag a counts when the token is at least the a-th of its sequence (earlier rows come from
+travel in registers, and the next four rows are on their way while four are worked on. A tap of lag a counts when the token is at least the a-th of its sequence (earlier rows come from
 the carried state or are zero); the same condition says which rows a pre-activation's gradient reaches. Nothing but the
 inputs is saved. The filters' gradient is summed in a fixed order: a program's tokens, then the programs.
 
@@ -25,7 +25,7 @@ from tercet.ops.packing import positions
 
 MAX_TAPS = 4
 _SEGMENTS, _SPAN, _CHANNELS = 8, 32, 128
-_WARPS, _STAGES = 4, 3
+_WARPS = 4
 
 
 @lru_cache(maxsize=64)
@@ -45,9 +45,29 @@ def _filter(weight, channel, LAG: tl.constexpr, C: tl.constexpr, TAPS: tl.conste
 
 @triton.jit
 def _rows(x, token, channel, C: tl.constexpr, tokens):
-    """Load one row of every stretch in fp32; zero outside of the tokens."""
+    """Load one row of every stretch; zero outside of the tokens."""
     mask = ((token >= 0) & (token < tokens))[:, None] & (channel < C)[None, :]
-    return tl.load(x + token.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0).to(tl.float32)
+    return tl.load(x + token.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _four(x, token, channel, C: tl.constexpr, tokens):
+    return (
+        _rows(x, token, channel, C, tokens),
+        _rows(x, token + 1, channel, C, tokens),
+        _rows(x, token + 2, channel, C, tokens),
+        _rows(x, token + 3, channel, C, tokens),
+    )
+
+
+@triton.jit
+def _before(x, token, channel, C: tl.constexpr, tokens):
+    """Load the three rows before every stretch, newest first."""
+    return (
+        _rows(x, token - 1, channel, C, tokens).to(tl.float32),
+        _rows(x, token - 2, channel, C, tokens).to(tl.float32),
+        _rows(x, token - 3, channel, C, tokens).to(tl.float32),
+    )
 
 
 @triton.jit
@@ -86,26 +106,28 @@ def _forward_kernel(
     SEGMENTS: tl.constexpr,
     SPAN: tl.constexpr,
     BC: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     first = (tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)) * SPAN
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     w0, w1 = _filter(weight, channel, 0, C, TAPS), _filter(weight, channel, 1, C, TAPS)
     w2, w3 = _filter(weight, channel, 2, C, TAPS), _filter(weight, channel, 3, C, TAPS)
-    x1, x2 = _rows(x, first - 1, channel, C, tokens), _rows(x, first - 2, channel, C, tokens)
-    x3 = _rows(x, first - 3, channel, C, tokens)
-    for step in tl.range(0, SPAN, num_stages=STAGES):
-        token = first + step
-        position = tl.load(positions + token, mask=token < tokens, other=0)
-        sequence = tl.load(sequences + token, mask=token < tokens, other=0) if CARRIED else position
-        x0 = _rows(x, token, channel, C, tokens)
-        total = w0 * x0 + w1 * _tap(x1, state, position, sequence, channel, 1, C, TAPS, CARRIED)
-        total += w2 * _tap(x2, state, position, sequence, channel, 2, C, TAPS, CARRIED)
-        total += w3 * _tap(x3, state, position, sequence, channel, 3, C, TAPS, CARRIED)
-        mask = (token < tokens)[:, None] & (channel < C)[None, :]
-        to = token.to(tl.int64)[:, None] * C + channel[None, :]
-        tl.store(out + to, (total * sigmoid(total)).to(out.dtype.element_ty), mask=mask)
-        x3, x2, x1 = x2, x1, x0
+    x1, x2, x3 = _before(x, first, channel, C, tokens)
+    coming = _four(x, first, channel, C, tokens)
+    for start in range(0, SPAN, 4):
+        rows = coming
+        coming = _four(x, first + start + 4, channel, C, tokens)
+        for i in tl.static_range(4):
+            token = first + start + i
+            position = tl.load(positions + token, mask=token < tokens, other=0)
+            sequence = tl.load(sequences + token, mask=token < tokens, other=0) if CARRIED else position
+            x0 = rows[i].to(tl.float32)
+            total = w0 * x0 + w1 * _tap(x1, state, position, sequence, channel, 1, C, TAPS, CARRIED)
+            total += w2 * _tap(x2, state, position, sequence, channel, 2, C, TAPS, CARRIED)
+            total += w3 * _tap(x3, state, position, sequence, channel, 3, C, TAPS, CARRIED)
+            mask = (token < tokens)[:, None] & (channel < C)[None, :]
+            to = token.to(tl.int64)[:, None] * C + channel[None, :]
+            tl.store(out + to, (total * sigmoid(total)).to(out.dtype.element_ty), mask=mask)
+            x3, x2, x1 = x2, x1, x0
 
 
 @triton.jit
@@ -125,44 +147,47 @@ def _backward_kernel(
     SEGMENTS: tl.constexpr,
     SPAN: tl.constexpr,
     BC: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     first = (tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)) * SPAN
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
     w0, w1 = _filter(weight, channel, 0, C, TAPS), _filter(weight, channel, 1, C, TAPS)
     w2, w3 = _filter(weight, channel, 2, C, TAPS), _filter(weight, channel, 3, C, TAPS)
-    x1, x2 = _rows(x, first - 1, channel, C, tokens), _rows(x, first - 2, channel, C, tokens)
-    x3 = _rows(x, first - 3, channel, C, tokens)
+    x1, x2, x3 = _before(x, first, channel, C, tokens)
     d1, d2, d3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)  # growing gradients of the last three rows
     s0, s1, s2, s3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)  # of the filters
-    for step in tl.range(0, SPAN + 3, num_stages=STAGES):
-        token = first + step
-        position = tl.load(positions + token, mask=token < tokens, other=0)
-        sequence = tl.load(sequences + token, mask=token < tokens, other=0) if CARRIED else position
-        x0 = _rows(x, token, channel, C, tokens)
-        r1 = _tap(x1, state, position, sequence, channel, 1, C, TAPS, CARRIED)
-        r2 = _tap(x2, state, position, sequence, channel, 2, C, TAPS, CARRIED)
-        r3 = _tap(x3, state, position, sequence, channel, 3, C, TAPS, CARRIED)
-        total = w0 * x0 + w1 * r1
-        total += w2 * r2
-        total += w3 * r3
-        s = sigmoid(total)
-        d = _rows(grad, token, channel, C, tokens) * (s * (1.0 + total * (1.0 - s)))
-        own = tl.where(step < SPAN, d, 0.0)
-        s0 += own * x0
-        s1 += own * r1
-        s2 += own * r2
-        s3 += own * r3
-        lag = position[:, None]
-        done = d3 + tl.where(lag >= 3, w3 * d, 0.0)
-        back = token - 3
-        mask = ((step >= 3) & (back < tokens))[:, None] & (channel < C)[None, :]
-        to = back.to(tl.int64)[:, None] * C + channel[None, :]
-        tl.store(d_x + to, done.to(d_x.dtype.element_ty), mask=mask)
-        d3 = d2 + tl.where(lag >= 2, w2 * d, 0.0)
-        d2 = d1 + tl.where(lag >= 1, w1 * d, 0.0)
-        d1 = w0 * d
-        x3, x2, x1 = x2, x1, x0
+    coming, coming_d = _four(x, first, channel, C, tokens), _four(grad, first, channel, C, tokens)
+    for start in range(0, SPAN + 4, 4):  # beyond the stretch for what its last three rows get from behind
+        rows, grads = coming, coming_d
+        coming = _four(x, first + start + 4, channel, C, tokens)
+        coming_d = _four(grad, first + start + 4, channel, C, tokens)
+        for i in tl.static_range(4):
+            token = first + start + i
+            position = tl.load(positions + token, mask=token < tokens, other=0)
+            sequence = tl.load(sequences + token, mask=token < tokens, other=0) if CARRIED else position
+            x0 = rows[i].to(tl.float32)
+            r1 = _tap(x1, state, position, sequence, channel, 1, C, TAPS, CARRIED)
+            r2 = _tap(x2, state, position, sequence, channel, 2, C, TAPS, CARRIED)
+            r3 = _tap(x3, state, position, sequence, channel, 3, C, TAPS, CARRIED)
+            total = w0 * x0 + w1 * r1
+            total += w2 * r2
+            total += w3 * r3
+            s = sigmoid(total)
+            d = grads[i].to(tl.float32) * (s * (1.0 + total * (1.0 - s)))
+            own = tl.where(start < SPAN, d, 0.0)
+            s0 += own * x0
+            s1 += own * r1
+            s2 += own * r2
+            s3 += own * r3
+            lag = position[:, None]
+            done = d3 + tl.where(lag >= 3, w3 * d, 0.0)
+            back = token - 3
+            mask = (back >= first) & (back < first + SPAN) & (back < tokens)
+            to = back.to(tl.int64)[:, None] * C + channel[None, :]
+            tl.store(d_x + to, done.to(d_x.dtype.element_ty), mask=mask[:, None] & (channel < C)[None, :])
+            d3 = d2 + tl.where(lag >= 2, w2 * d, 0.0)
+            d2 = d1 + tl.where(lag >= 1, w1 * d, 0.0)
+            d1 = w0 * d
+            x3, x2, x1 = x2, x1, x0
     to = partial + tl.program_id(0).to(tl.int64) * 4 * C + channel
     tl.store(to, tl.sum(s0, 0), mask=channel < C)
     tl.store(to + C, tl.sum(s1, 0), mask=channel < C)
@@ -173,7 +198,7 @@ def _backward_kernel(
 def _launch(tokens: int, channels: int) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid and the kernels' tile."""
     grid = triton.cdiv(tokens, _SEGMENTS * _SPAN), triton.cdiv(channels, _CHANNELS)
-    return grid, {"SEGMENTS": _SEGMENTS, "SPAN": _SPAN, "BC": _CHANNELS, "STAGES": _STAGES, "num_warps": _WARPS}
+    return grid, {"SEGMENTS": _SEGMENTS, "SPAN": _SPAN, "BC": _CHANNELS, "num_warps": _WARPS}
 
 
 @operator(
