@@ -2,9 +2,10 @@
 
 A program owns `SEGMENTS` stretches of `SPAN` tokens and a block of channels. Step by step it takes one row of every
 stretch, so each input is read once; the three rows before it, and backward the gradients of the three rows before it,
-travel in registers, and the next four rows are on their way while four are worked on. A tap of lag a counts when the token is at least the a-th of its sequence (earlier rows come from
-the carried state or are zero); the same condition says which rows a pre-activation's gradient reaches. Nothing but the
-inputs is saved. The filters' gradient is summed in a fixed order: a program's tokens, then the programs.
+travel in registers, and the next four rows are on their way while four are worked on. A tap of lag a counts when the
+token is at least the a-th of its sequence (earlier rows come from the carried state or are zero); the same condition
+says which rows a pre-activation's gradient reaches. Nothing but the inputs is saved. The filters' gradient is summed in
+a fixed order: a program's tokens, then the programs.
 
 Shapes: T flat tokens, N sequences, C channels, J taps; S stretches a program.
 """
