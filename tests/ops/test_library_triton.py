@@ -12,6 +12,7 @@ from tercet.ops.experts import triton_ as experts
 from tercet.ops.glu import triton_ as glu
 from tercet.ops.newton_schulz import triton_ as newton_schulz
 from tercet.ops.norm import triton_ as norm
+from tercet.ops.project import gpu as project
 from tercet.ops.router import triton_ as router
 
 
@@ -37,6 +38,7 @@ CASES = {
     "route": (router._forward, lambda: (leaf(3, 7), torch.zeros(7), 2, True, 1.0)),
     "situ_glu": (glu._situ, lambda: (leaf(6), leaf(6), 4.0, 25.0)),
     "rms_norm": (norm._forward, lambda: (leaf(3, 8), leaf(3, 8), leaf(8), 1e-5)),
+    "project": (project._forward, lambda: (leaf(3, 5), [leaf(4, 5), leaf(2, 5)])),
     "short_conv": (conv._forward, lambda: (leaf(5, 6), leaf(6, 1, 4), None, *conv._places((5,), torch.device("cpu")))),
 }
 

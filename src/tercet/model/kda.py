@@ -10,7 +10,7 @@ from tercet.config import ModelConfig
 from tercet.model.context import Context
 from tercet.model.layers import RMSNorm, linear
 from tercet.model.state import KDAState
-from tercet.ops import fused_kda, gated_rms_norm, short_conv
+from tercet.ops import fused_kda, gated_rms_norm, project, short_conv
 
 
 class ShortConv(nn.Module):
@@ -52,14 +52,16 @@ class KimiDeltaAttention(nn.Module):
         kda, lead = self.kda, x.shape[:2]
         state = context.states[self.layer] if context.states is not None else None
         assert state is None or isinstance(state, KDAState)
-        parts = (self.q_proj, self.q_conv1d), (self.k_proj, self.k_conv1d), (self.v_proj, self.v_conv1d)
+        gate_proj = self.g_proj if kda.full_rank_gate else self.g_a_proj
+        maps = self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.b_proj, gate_proj
+        *rows, decay, b, gate = project(x, [linear.weight for linear in maps])
         past = state.conv.split(kda.width, dim=-1) if state is not None else (None,) * 3
         convolved = [
-            short_conv(proj(x), conv.weight, state=rows, cu_seqlens=context.cu_seqlens, tail=state is not None)
-            for (proj, conv), rows in zip(parts, past)
+            short_conv(r, conv.weight, state=before, cu_seqlens=context.cu_seqlens, tail=state is not None)
+            for r, conv, before in zip(rows, (self.q_conv1d, self.k_conv1d, self.v_conv1d), past)
         ]
         q, k, v = (y.view(*lead, kda.num_heads, kda.head_dim) for y, _ in convolved)
-        z = self.f_b_proj(self.f_a_proj(x)).view(*lead, kda.num_heads, kda.head_dim)
+        z = self.f_b_proj(decay).view(*lead, kda.num_heads, kda.head_dim)
         dt_bias = self.dt_bias.view(kda.num_heads, kda.head_dim)
         context.observer.decay(self.layer, z, self.A_log, dt_bias, kda.gate_lower_bound)
         o, matrix = fused_kda(
@@ -67,7 +69,7 @@ class KimiDeltaAttention(nn.Module):
             k,
             v,
             z,
-            self.b_proj(x),
+            b,
             self.A_log,
             dt_bias,
             lower_bound=kda.gate_lower_bound,
@@ -77,6 +79,6 @@ class KimiDeltaAttention(nn.Module):
         if state is not None:
             state.conv = torch.cat([tail for _, tail in convolved if tail is not None], dim=-1)
             state.recurrent = matrix
-        gate = (self.g_proj(x) if kda.full_rank_gate else self.g_b_proj(self.g_a_proj(x))).view_as(o)
-        o = gated_rms_norm(o, gate, self.o_norm.weight, eps=self.o_norm.eps)
+        gate = gate if kda.full_rank_gate else self.g_b_proj(gate)
+        o = gated_rms_norm(o, gate.view_as(o), self.o_norm.weight, eps=self.o_norm.eps)
         return self.o_proj(o.flatten(2).to(x.dtype))

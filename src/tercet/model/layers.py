@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tercet.config import ModelConfig
-from tercet.ops import rms_norm, situ_glu, swiglu
+from tercet.ops import project, rms_norm, situ_glu, swiglu
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of MLA's q_a and kv_a norms; every other norm uses the configuration's (model.md §3)."""
@@ -43,7 +43,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "*lead hidden"]) -> Float[Tensor, "*lead hidden"]:
         """Apply the block."""
-        gate, up = self.gate_proj(x), self.up_proj(x)
+        gate, up = project(x, [self.gate_proj.weight, self.up_proj.weight])
         if self.config.activation == "situ":
             hidden = situ_glu(gate, up, beta=self.config.situ_beta, linear_beta=self.config.situ_linear_beta)
         else:

@@ -12,6 +12,7 @@ from tercet.ops.glu import situ_glu, swiglu
 from tercet.ops.kda import fused_kda, fused_kda_export, kda, kda_decode
 from tercet.ops.newton_schulz import newton_schulz
 from tercet.ops.norm import gated_rms_norm, l2_norm, rms_norm
+from tercet.ops.project import project
 from tercet.ops.registry import OPERATORS, Tier, use_tier
 from tercet.ops.router import Routing, route
 
@@ -36,6 +37,7 @@ __all__ = [
     "l2_norm",
     "linear_cross_entropy",
     "newton_schulz",
+    "project",
     "rms_norm",
     "route",
     "routed_experts",

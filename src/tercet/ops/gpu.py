@@ -87,12 +87,12 @@ class _Eager(torch.autograd.Function):
         output = operator.function(*args)
         assert operator.setup is not None
         operator.setup(ctx, args, output)
-        ctx.operator = operator
-        return output
+        ctx.operator, ctx.listed = operator, isinstance(output, list)
+        return tuple(output) if ctx.listed else output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        result = ctx.operator.gradient(ctx, *grads)
+        result = ctx.operator.gradient(ctx, list(grads)) if ctx.listed else ctx.operator.gradient(ctx, *grads)
         return None, None, *_flatten(result if isinstance(result, tuple) else (result,))
 
 
