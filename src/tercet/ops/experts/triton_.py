@@ -1,4 +1,4 @@
-"""Routed experts on the GPU: sort, two products forward, two back, two for the weights; no synchronisation.
+"""Routed experts on the GPU: sort, gather, two products forward, two back, two for the weights; no synchronisation.
 
 Saved for the backward pass: the tokens, the plan and the two pre-activations of every row. Expert outputs are not:
 with ``A = w2ᵀ dy``, the gradient of a combination weight is ``A·h`` (kernels.md §11). Rows of different experts never
@@ -10,26 +10,24 @@ Shapes: T tokens, k choices, R = T·k rows, E experts, L latent width, I inner w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tercet.ops.experts.triton_plan import Plan, TileTable, plan_rows, tile_rows
-from tercet.ops.experts.triton_products import (
-    combine_kernel,
-    gate_up_kernel,
-    hidden_gradient_kernel,
-    rows_kernel,
-    weight_gradient_kernel,
-)
+from tercet.ops.experts.triton_plan import TileTable, plan_rows, tile_rows
+from tercet.ops.experts.triton_products import gate_up_kernel, rows_kernel, weight_gradient_kernel
+from tercet.ops.experts.triton_rows import combine_kernel, gather_kernel, pull_kernel
 from tercet.ops.glu import Activation
-from tercet.ops.gpu import INTERPRETED, dense, float_refusal, operand_type, operator
+from tercet.ops.gpu import INTERPRETED, dense, float_refusal, multiprocessors, operand_type, operator
 
 _GROUP = 8
+_GATHERED = 4
+"""Rows a program gathers."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +39,8 @@ class Tile:
     depth: int
     warps: int
     stages: int
+    resident: int = 0
+    """Programs a multiprocessor, each walking over tiles; 0: a program a tile."""
 
     def launch(self) -> dict[str, int]:
         """Return the launch arguments."""
@@ -48,24 +48,34 @@ class Tile:
         return {**shape, "num_warps": self.warps, "num_stages": self.stages}
 
 
-def _row_tile(rows: int, experts: int, dtype: torch.dtype, *, wide: bool) -> Tile:
-    """Choose a tile for products over rows from the mean rows an expert, which is known without asking the GPU.
-
-    Args:
-        rows: rows of all experts.
-        experts: number of experts.
-        dtype: type of rows and weights.
-        wide: the kernel keeps one sum a value and has a light epilogue, so a program can own 256 columns.
-    """
+def _height(rows: int, experts: int, dtype: torch.dtype) -> int:
+    """Choose the rows of a tile from the mean rows an expert, which is known without asking the GPU."""
     if INTERPRETED:
-        return Tile(16, 16, 16, 1, 1)
+        return 16
     mean = rows / experts
     height = 128 if mean > 96 else 64 if mean > 24 else 16
+    return min(height, 64) if dtype == torch.float32 else height
+
+
+def _row_tile(height: int, depth: int, dtype: torch.dtype, sums: int, operands: int) -> Tile:
+    """Choose a tile for products over rows.
+
+    Args:
+        height: rows of the tile.
+        depth: values summed over: few are soon summed, and then two programs a multiprocessor hide each other's ends.
+        dtype: type of rows and weights.
+        sums: sums a value of the tile.
+        operands: pairs of operands a step of the sum.
+    """
+    if INTERPRETED:
+        return Tile(16, 16, 16, 1, 1, resident=sums - 1)
     if dtype == torch.float32:
-        return Tile(min(height, 64), 64, 32, 4, 2)
-    if height == 128:
-        return Tile(128, 256 if wide else 128, 64, 8, 4)
-    return Tile(height, 128, 64, 4, 4)
+        return Tile(height, 64, 32, 4, 2)
+    if height < 128:
+        return Tile(height, 128, 64 // operands, 4, 4)
+    if depth < 1024:
+        return Tile(128, 128 // sums, 64 // operands, 4, 3)
+    return Tile(128, 256 // sums, 64 // operands, 8, 4)
 
 
 def _weight_tile(dtype: torch.dtype) -> Tile:
@@ -76,53 +86,102 @@ def _weight_tile(dtype: torch.dtype) -> Tile:
 
 @dataclass(frozen=True)
 class _Work:
-    """A plan cut into tiles, and the arguments that all row kernels share."""
+    """Rows cut into tiles, and what all products over rows share."""
 
-    plan: Plan
     table: TileTable
-    tile: Tile
-    operand: Any
+    ends: Tensor
+    height: int
 
     @classmethod
-    def cut(cls, plan: Plan, tile: Tile, dtype: torch.dtype) -> _Work:
-        table = tile_rows(plan.ends, len(plan.choice), tile.rows)
-        return cls(plan, table, tile, operand_type(dtype))
+    def cut(cls, ends: Tensor, rows: int, dtype: torch.dtype) -> _Work:
+        height = _height(rows, len(ends), dtype)
+        return cls(tile_rows(ends, rows, height), ends, height)
 
-    def grid(self, columns: int) -> tuple[int]:
-        return (len(self.table.expert) * triton.cdiv(columns, self.tile.columns),)
+    def run(
+        self,
+        kernel: Any,
+        operands: list[Tensor],
+        outputs: list[Tensor],
+        *scalars: float,
+        tile: Tile,
+        depth: int,
+        columns: int,
+        transposed: bool = False,
+        **sizes: Any,
+    ) -> None:
+        """Launch a kernel of `triton_products` on rows ``[R, depth]`` and weights ``[E, ., .]``."""
+        dtype = operands[0].dtype
+        bulk = depth % tile.depth == columns % tile.columns == 0 and (INTERPRETED or dtype != torch.float32)
+        programs = len(self.table.expert) * triton.cdiv(columns, tile.columns)
+        if tile.resident:
+            programs = min(programs, tile.resident * multiprocessors(self.ends.device))
+        blocks = {2: [tile.rows, tile.depth], 3: [tile.columns, tile.depth][:: -1 if transposed else 1]}
+        kernel[(programs,)](
+            *(_descriptor(x, blocks[x.ndim]) if bulk else x for x in operands),
+            *outputs,
+            *self.table,
+            self.ends,
+            *scalars,
+            **sizes,
+            GROUP=_GROUP,
+            FLAT=tile.resident > 0,
+            BULK=bulk,
+            OPERAND=operand_type(dtype),
+            **tile.launch(),
+        )
 
-    def tables(self) -> tuple[Tensor, Tensor, Tensor, int]:
-        return *self.table, self.plan.ends, len(self.table.expert)
 
-    def options(self) -> dict[str, Any]:
-        return {"GROUP": _GROUP, "OPERAND": self.operand, **self.tile.launch()}
+def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """Describe rows, or the weights of all experts one below the other, in blocks."""
+    return TensorDescriptor.from_tensor(x.flatten(0, -2), block)
 
 
-def _multiply_rows(work: _Work, pairs: list[tuple[Tensor, Tensor]], *, transposed: bool) -> Tensor:
-    """``Σ rows @ wᵀ`` (or ``rows @ w``) of the row's own expert, fp32; weights are ``[E, out, in]``."""
+def _multiply(work: _Work, pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtype, *, transposed: bool) -> Tensor:
+    """``Σ rows @ wᵀ`` (or ``rows @ w``) of the row's own expert; weights are ``[E, out, in]``."""
     (a, w), (a2, w2) = pairs[0], pairs[-1]
     depth, columns = (w.shape[1], w.shape[2]) if transposed else (w.shape[2], w.shape[1])
-    out = torch.empty(len(a), columns, dtype=torch.float32, device=a.device)
-    strides = (columns, 1) if transposed else (1, depth)
-    rows_kernel[work.grid(columns)](
-        a, w, a2, w2, out, *work.tables(), *strides, DEPTH=depth, COLUMNS=columns, TWO=len(pairs) > 1, **work.options()
+    out = torch.empty(len(a), columns, dtype=dtype, device=a.device)
+    tile = _row_tile(work.height, depth, a.dtype, sums=1, operands=len(pairs))
+    work.run(
+        rows_kernel,
+        [a, w, a2, w2],
+        [out],
+        tile=tile,
+        depth=depth,
+        columns=columns,
+        transposed=transposed,
+        DEPTH=depth,
+        COLUMNS=columns,
+        TRANSPOSED=transposed,
+        TWO=len(pairs) > 1,
     )
     return out
 
 
-def _weight_gradient(plan: Plan, left: Tensor, right: Tensor) -> Tensor:
+def _weight_gradient(ends: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Per expert ``leftᵀ right`` over its rows; zeros for an expert without rows.
 
     In bf16 on a GPU this is PyTorch's grouped product (1.46 ms against 1.85 ms of the kernel here, for 112 experts of
     3072 × 3584 on an H200).
     """
-    m, n, count = left.shape[1], right.shape[1], len(plan.ends)
+    m, n, count = left.shape[1], right.shape[1], len(ends)
     if left.is_cuda and left.dtype == torch.bfloat16 and m % 8 == n % 8 == 0:
-        return F.grouped_mm(left.t(), right, offs=plan.ends)
+        return F.grouped_mm(left.t(), right, offs=ends)
     tile = _weight_tile(left.dtype)
     out = torch.empty(count, m, n, dtype=left.dtype, device=left.device)
     weight_gradient_kernel[(count * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
-        left, right, out, plan.ends, M=m, N=n, OPERAND=operand_type(left.dtype), **tile.launch()
+        left, right, out, ends, M=m, N=n, OPERAND=operand_type(left.dtype), **tile.launch()
+    )
+    return out
+
+
+def _gather(tokens: Tensor, choice: Tensor, chosen: int) -> Tensor:
+    """Return every row's token."""
+    rows, width = len(choice), tokens.shape[1]
+    out = torch.empty(rows, width, dtype=tokens.dtype, device=tokens.device)
+    block = min(512, triton.next_power_of_2(width))
+    gather_kernel[(triton.cdiv(rows, _GATHERED), triton.cdiv(width, block))](
+        tokens, choice, out, rows, chosen, WIDTH=width, ROWS=_GATHERED, BLOCK=block
     )
     return out
 
@@ -169,26 +228,21 @@ def _forward(
     up, hidden = torch.empty_like(gate), torch.empty_like(gate)
     if rows == 0:
         return torch.empty_like(z), gate, up, *plan
-    work = _Work.cut(plan, _row_tile(rows, count, z.dtype, wide=False), z.dtype)
-    gate_up_kernel[work.grid(inner)](
-        z,
-        plan.choice,
-        w1,
-        w3,
-        gate,
-        up,
-        hidden,
-        *work.tables(),
-        chosen,
+    work = _Work.cut(plan.ends, rows, z.dtype)
+    work.run(
+        gate_up_kernel,
+        [_gather(z, plan.choice, chosen), w1, w3],
+        [gate, up, hidden],
         beta,
         linear_beta,
+        tile=_row_tile(work.height, latent, z.dtype, sums=2, operands=1),
+        depth=latent,
+        columns=inner,
         L=latent,
         INNER=inner,
         SITU=situ,
-        **work.options(),
     )
-    wide = replace(work, tile=_row_tile(rows, count, z.dtype, wide=True))
-    y = _multiply_rows(wide, [(hidden, w2)], transposed=False)
+    y = _multiply(work, [(hidden, w2)], torch.float32, transposed=False)
     return _combine(y, plan.slot, weights, z.dtype), gate, up, *plan
 
 
@@ -225,42 +279,36 @@ def _backward(
     linear_beta: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_out, z, weights, w1, w2, w3 = map(dense, (d_out, z, weights, w1, w2, w3))
-    (count, inner, latent), (rows, chosen) = w1.shape, (len(choice), slot.shape[1])
+    inner, rows, chosen = w1.shape[1], len(choice), slot.shape[1]
     if rows == 0:
         zeros = (torch.zeros_like(w1), torch.zeros_like(w2), torch.zeros_like(w3))
         return torch.empty_like(z), torch.empty_like(weights), *zeros
-    plan = Plan(choice, slot, ends)
-    work = _Work.cut(plan, _row_tile(rows, count, z.dtype, wide=False), z.dtype)
-    weighted, d_gate, d_up = (torch.empty_like(gate) for _ in range(3))
-    pulls = torch.empty(triton.cdiv(inner, work.tile.columns), rows, dtype=torch.float32, device=z.device)
-    hidden_gradient_kernel[work.grid(inner)](
-        d_out,
+    work = _Work.cut(ends, rows, z.dtype)
+    rows_d_out = _gather(d_out, choice, chosen)
+    d_gate = _multiply(work, [(rows_d_out, w2)], z.dtype, transposed=True)
+    weighted, d_up, d_weights = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(weights)
+    block = min(1024, triton.next_power_of_2(inner))
+    pull_kernel[(rows,)](
+        d_gate,
         choice,
         weights,
-        w2,
         gate,
         up,
         weighted,
         d_gate,
         d_up,
-        pulls,
-        *work.tables(),
-        rows,
-        chosen,
+        d_weights,
         beta,
         linear_beta,
-        L=latent,
         INNER=inner,
         SITU=situ,
-        **work.options(),
+        BLOCK=block,
+        num_warps=max(1, block // 256),
     )
-    d_weights = pulls.sum(0)[slot.flatten()].view_as(weights).to(weights.dtype)
-    token = choice // chosen
-    rows_z, rows_d_out = z.index_select(0, token), d_out.index_select(0, token)
-    d_w1, d_w3 = _weight_gradient(plan, d_gate, rows_z), _weight_gradient(plan, d_up, rows_z)
-    d_w2 = _weight_gradient(plan, rows_d_out, weighted)
-    wide = replace(work, tile=_row_tile(rows, count, z.dtype, wide=True))
-    d_rows = _multiply_rows(wide, [(d_gate, w1), (d_up, w3)], transposed=True)
+    d_w2 = _weight_gradient(ends, rows_d_out, weighted)
+    rows_z = _gather(z, choice, chosen)
+    d_w1, d_w3 = _weight_gradient(ends, d_gate, rows_z), _weight_gradient(ends, d_up, rows_z)
+    d_rows = _multiply(work, [(d_gate, w1), (d_up, w3)], torch.float32, transposed=True)
     return _combine(d_rows, slot, None, z.dtype), d_weights, d_w1, d_w2, d_w3
 
 

@@ -1,9 +1,12 @@
-"""Grouped matrix products over rows sorted by expert, with their element-wise neighbours fused in.
+"""Grouped matrix products over rows sorted by expert.
 
-All kernels walk `TileTable` tiles (rows of one expert) times column tiles. `GROUP` row tiles are taken together before
-the column tile advances, so the row tiles of an expert meet its weights in the L2 cache. Rows are gathered while they
-are loaded: no permuted copy of the tokens exists. Sums are fp32; a result that is summed over experts afterwards stays
-fp32 until then.
+A program owns a tile of rows of one expert (`TileTable`) times a tile of columns; with fewer programs than tiles each
+walks several, and the loads of the next tile start under the sums of this one. `GROUP` row tiles are taken together
+before the column tile advances, so the row tiles of an expert meet its weights in the L2 cache. Sums are fp32.
+
+Operands arrive in one of two ways. BULK: as tensor descriptors, which the copy engine reads without spending registers
+on addresses; tiles must then divide widths, so that none crosses an expert. Otherwise: as pointers, with masks. Rows of
+a tile past the end of its expert are computed from rows that exist, or zeros, and not stored.
 
 Shapes: R rows, E experts, L latent width, I inner width; tiles of BM rows, BN columns, BK depth.
 """
@@ -13,21 +16,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tercet.ops.glu.triton_ import sigmoid, silu_pulled, situ, situ_pulled
+from tercet.ops.glu.triton_ import sigmoid, situ
 
 
 @triton.jit
-def _locate(tile_expert, tile_first, ends, tiles, columns, BM: tl.constexpr, GROUP: tl.constexpr):
-    """Return the expert (-1: none), its rows clamped to its last, which of them exist, and the column tile."""
-    program = tl.program_id(0)
+def _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP: tl.constexpr):
+    """Return a program's expert, first row, the end of the expert's rows, and its column tile."""
     group = program // (GROUP * columns)
     size = tl.minimum(tiles - group * GROUP, GROUP)
     tile = group * GROUP + (program % (GROUP * columns)) % size
-    column = (program % (GROUP * columns)) // size
     expert = tl.load(tile_expert + tile)
-    row = tl.load(tile_first + tile) + tl.arange(0, BM)
-    end = tl.load(ends + tl.maximum(expert, 0))
-    return expert.to(tl.int64), tl.minimum(row, end - 1).to(tl.int64), row < end, column
+    return expert, tl.load(tile_first + tile), tl.load(ends + expert), (program % (GROUP * columns)) // size
 
 
 @triton.jit
@@ -37,80 +36,46 @@ def _bounded(index, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _multiply(total, a, a_row, w, w_row, w_column, depth, BK: tl.constexpr, EVEN: tl.constexpr, OPERAND: tl.constexpr):
-    """Add ``a[rows] @ w`` over *depth*; w's address is ``w + w_row * k + w_column``, a's ``a + a_row + k``."""
-    k = tl.arange(0, BK)
-    for first in range(0, depth, BK):
-        at = first + k
-        if EVEN:
-            left = tl.load(a + a_row[:, None] + at[None, :])
-            right = tl.load(w + w_row * at[:, None] + w_column[None, :])
-        else:
-            inside = at < depth
-            left = tl.load(a + a_row[:, None] + at[None, :], mask=inside[None, :], other=0.0)
-            right = tl.load(w + w_row * at[:, None] + w_column[None, :], mask=inside[:, None], other=0.0)
-        total = tl.dot(left.to(OPERAND), right.to(OPERAND), total, input_precision="tf32x3")
-    return total
+def _left(a, first, row, k, DEPTH: tl.constexpr, BK: tl.constexpr, BULK: tl.constexpr):
+    """Rows ``[BM, BK]`` of ``a [R, DEPTH]`` from depth *k*; *row* is clamped to rows that exist."""
+    if BULK:
+        left = a.load([first, k])
+    else:
+        at = k + tl.arange(0, BK)
+        place = a + row[:, None] * DEPTH + at[None, :]
+        left = tl.load(place) if DEPTH % BK == 0 else tl.load(place, mask=(at < DEPTH)[None, :], other=0.0)
+    return left
 
 
 @triton.jit
-def gate_up_kernel(
-    z,
-    choice,
-    w1,
-    w3,
-    gate,
-    up,
-    hidden,
-    tile_expert,
-    tile_first,
-    ends,
-    tiles,
-    chosen,
-    beta,
-    linear_beta,
-    L: tl.constexpr,
-    INNER: tl.constexpr,
-    SITU: tl.constexpr,
-    BM: tl.constexpr,
+def _right(
+    w,
+    expert,
+    n,
+    k,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    GROUP: tl.constexpr,
-    OPERAND: tl.constexpr,
+    BULK: tl.constexpr,
 ):
-    """Gather tokens, multiply by both input projections of their expert, activate."""
-    expert, row, exists, n = _locate(tile_expert, tile_first, ends, tiles, tl.cdiv(INNER, BN), BM, GROUP)
-    if expert < 0:
-        return
-    token = (tl.load(choice + row) // chosen).to(tl.int64) * L
-    column = n * BN + tl.arange(0, BN)
-    weight = expert * INNER * L + _bounded(column, INNER, BN) * L
-    k = tl.arange(0, BK)
-    g = tl.zeros([BM, BN], tl.float32)
-    u = tl.zeros([BM, BN], tl.float32)
-    for first in range(0, L, BK):
-        at = first + k
-        inside = at < L
-        if L % BK == 0:
-            left = tl.load(z + token[:, None] + at[None, :])
-            right_g = tl.load(w1 + weight[None, :] + at[:, None])
-            right_u = tl.load(w3 + weight[None, :] + at[:, None])
+    """Weights ``[BK, BN]`` of an expert: from ``w [E, COLUMNS, DEPTH]`` or, TRANSPOSED, ``w [E, DEPTH, COLUMNS]``."""
+    if BULK:
+        if TRANSPOSED:
+            right = w.load([expert * DEPTH + k, n * BN])
         else:
-            left = tl.load(z + token[:, None] + at[None, :], mask=inside[None, :], other=0.0)
-            right_g = tl.load(w1 + weight[None, :] + at[:, None], mask=inside[:, None], other=0.0)
-            right_u = tl.load(w3 + weight[None, :] + at[:, None], mask=inside[:, None], other=0.0)
-        left = left.to(OPERAND)
-        g = tl.dot(left, right_g.to(OPERAND), g, input_precision="tf32x3")
-        u = tl.dot(left, right_u.to(OPERAND), u, input_precision="tf32x3")
-    to = row[:, None] * INNER + column[None, :]
-    mask = exists[:, None] & (column < INNER)[None, :]
-    element = gate.dtype.element_ty
-    g, u = g.to(element), u.to(element)
-    tl.store(gate + to, g, mask=mask)
-    tl.store(up + to, u, mask=mask)
-    g, u = g.to(tl.float32), u.to(tl.float32)
-    h = situ(g, u, beta, linear_beta) if SITU else g * sigmoid(g) * u
-    tl.store(hidden + to, h.to(element), mask=mask)
+            right = w.load([expert * COLUMNS + n * BN, k]).T
+    else:
+        at = k + tl.arange(0, BK)
+        column = _bounded(n * BN + tl.arange(0, BN), COLUMNS, BN)
+        place = w + expert.to(tl.int64) * (DEPTH * COLUMNS)
+        if TRANSPOSED:
+            place += at[:, None] * COLUMNS + column[None, :]
+        else:
+            place += column[None, :] * DEPTH + at[:, None]
+        right = tl.load(place) if DEPTH % BK == 0 else tl.load(place, mask=(at < DEPTH)[:, None], other=0.0)
+    return right
 
 
 @triton.jit
@@ -122,53 +87,54 @@ def rows_kernel(
     out,
     tile_expert,
     tile_first,
+    used,
     ends,
-    tiles,
-    w_depth_stride,
-    w_column_stride,
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
     TWO: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
+    BULK: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Multiply every row by its expert's weight (and, with TWO, add a second such product); fp32 out."""
-    expert, row, exists, n = _locate(tile_expert, tile_first, ends, tiles, tl.cdiv(COLUMNS, BN), BM, GROUP)
-    if expert < 0:
-        return
-    column = n * BN + tl.arange(0, BN)
-    base = expert * DEPTH * COLUMNS
-    w_column = _bounded(column, COLUMNS, BN) * w_column_stride
-    total = tl.zeros([BM, BN], tl.float32)
-    even: tl.constexpr = DEPTH % BK == 0
-    total = _multiply(total, a, row * DEPTH, w + base, w_depth_stride, w_column, DEPTH, BK, even, OPERAND)
-    if TWO:
-        total = _multiply(total, a2, row * DEPTH, w2 + base, w_depth_stride, w_column, DEPTH, BK, even, OPERAND)
-    mask = exists[:, None] & (column < COLUMNS)[None, :]
-    tl.store(out + row[:, None] * COLUMNS + column[None, :], total, mask=mask)
+    """Multiply every row by its expert's weight (and, with TWO, add a second such product)."""
+    columns: tl.constexpr = (COLUMNS + BN - 1) // BN
+    tiles = tl.load(used)
+    for program in tl.range(tl.program_id(0), tiles * columns, tl.num_programs(0), flatten=FLAT):
+        expert, first, end, n = _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP)
+        row = first + tl.arange(0, BM)
+        inside = tl.minimum(row, end - 1).to(tl.int64)
+        total = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, DEPTH, BK):
+            left = _left(a, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
+            right = _right(w, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
+            total = tl.dot(left, right, total, input_precision="tf32x3")
+            if TWO:
+                left = _left(a2, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
+                right = _right(w2, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
+                total = tl.dot(left, right, total, input_precision="tf32x3")
+        column = n * BN + tl.arange(0, BN)
+        mask = (row < end)[:, None] & (column < COLUMNS)[None, :]
+        to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        tl.store(to, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def hidden_gradient_kernel(
-    d_out,
-    choice,
-    weights,
-    w2,
+def gate_up_kernel(
+    rows,
+    w1,
+    w3,
     gate,
     up,
-    weighted,
-    d_gate,
-    d_up,
-    pulls,
+    hidden,
     tile_expert,
     tile_first,
+    used,
     ends,
-    tiles,
-    rows,
-    chosen,
     beta,
     linear_beta,
     L: tl.constexpr,
@@ -178,33 +144,35 @@ def hidden_gradient_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
+    BULK: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Pull the output gradient back through w2 and the activation; leave ``p·h`` for w2's gradient, ``A·h`` for p's."""
-    expert, row, exists, n = _locate(tile_expert, tile_first, ends, tiles, tl.cdiv(INNER, BN), BM, GROUP)
-    if expert < 0:
-        return
-    picked = tl.load(choice + row)
-    p = tl.load(weights + picked).to(tl.float32)
-    column = n * BN + tl.arange(0, BN)
-    total = tl.zeros([BM, BN], tl.float32)
-    token = (picked // chosen).to(tl.int64) * L
-    base = w2 + expert * INNER * L
-    total = _multiply(total, d_out, token, base, INNER, _bounded(column, INNER, BN), L, BK, L % BK == 0, OPERAND)
-    to = row[:, None] * INNER + column[None, :]
-    mask = exists[:, None] & (column < INNER)[None, :]
-    g = tl.load(gate + to, mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(up + to, mask=mask, other=0.0).to(tl.float32)
-    if SITU:
-        h, by_gate, by_up = situ_pulled(g, u, beta, linear_beta)
-    else:
-        h, by_gate, by_up = silu_pulled(g, u)
-    tl.store(pulls + n.to(tl.int64) * rows + row, tl.sum(total * h, 1), mask=exists)
-    pulled = total * p[:, None]
-    element = gate.dtype.element_ty
-    tl.store(weighted + to, (h * p[:, None]).to(element), mask=mask)
-    tl.store(d_gate + to, (pulled * by_gate).to(element), mask=mask)
-    tl.store(d_up + to, (pulled * by_up).to(element), mask=mask)
+    """Multiply rows by both input projections of their expert and activate."""
+    columns: tl.constexpr = (INNER + BN - 1) // BN
+    tiles = tl.load(used)
+    for program in tl.range(tl.program_id(0), tiles * columns, tl.num_programs(0), flatten=FLAT):
+        expert, first, end, n = _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP)
+        row = first + tl.arange(0, BM)
+        inside = tl.minimum(row, end - 1).to(tl.int64)
+        g = tl.zeros([BM, BN], tl.float32)
+        u = tl.zeros([BM, BN], tl.float32)
+        for k in range(0, L, BK):
+            left = _left(rows, first, inside, k, L, BK, BULK).to(OPERAND)
+            right_g = _right(w1, expert, n, k, L, INNER, False, BN, BK, BULK).to(OPERAND)
+            right_u = _right(w3, expert, n, k, L, INNER, False, BN, BK, BULK).to(OPERAND)
+            g = tl.dot(left, right_g, g, input_precision="tf32x3")
+            u = tl.dot(left, right_u, u, input_precision="tf32x3")
+        column = n * BN + tl.arange(0, BN)
+        to = row.to(tl.int64)[:, None] * INNER + column[None, :]
+        mask = (row < end)[:, None] & (column < INNER)[None, :]
+        element = gate.dtype.element_ty
+        saved_g, saved_u = g.to(element), u.to(element)
+        tl.store(gate + to, saved_g, mask=mask)
+        tl.store(up + to, saved_u, mask=mask)
+        g, u = saved_g.to(tl.float32), saved_u.to(tl.float32)
+        h = situ(g, u, beta, linear_beta) if SITU else g * sigmoid(g) * u
+        tl.store(hidden + to, h.to(element), mask=mask)
 
 
 @triton.jit
@@ -239,28 +207,3 @@ def weight_gradient_kernel(
         total = tl.dot(tl.trans(a.to(OPERAND)), b.to(OPERAND), total, input_precision="tf32x3")
     to = expert.to(tl.int64) * M * N + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out + to, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def combine_kernel(
-    rows,
-    slot,
-    weights,
-    out,
-    WIDTH: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """``out[t] = Σ_j p[t, j] rows[slot[t, j]]`` in fp32 and in the order of j; one cast."""
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    total = tl.zeros([BLOCK], tl.float32)
-    for j in range(CHOSEN):
-        row = tl.load(slot + token * CHOSEN + j).to(tl.int64)
-        value = tl.load(rows + row * WIDTH + column, mask=inside, other=0.0)
-        if WEIGHTED:
-            value *= tl.load(weights + token * CHOSEN + j).to(tl.float32)
-        total += value
-    tl.store(out + token * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)

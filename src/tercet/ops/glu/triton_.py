@@ -1,6 +1,6 @@
 """SiTU-GLU on the GPU: one pass forward, one backward from the saved pre-activations (kernels.md §8).
 
-`tanh`, `situ` and `situ_pulled` are also the epilogues of the expert kernels.
+`situ` and `situ_pulled` are also the epilogues of the expert kernels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,20 @@ _BLOCK = 2048
 
 
 @triton.jit
-def tanh(x):
-    """Hyperbolic tangent to a few fp32 ulps; a series near 0, where the quotient cancels."""
-    e = tl.exp(-2.0 * tl.abs(x))
-    far = (1.0 - e) / (1.0 + e)
+def _tanh(x):
+    """Return numerator and denominator of tanh(x), to a few fp32 ulps; near 0 a series, as the numerator cancels."""
+    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
     x2 = x * x
-    near = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
-    return tl.where(tl.abs(x) < 0.1, near, tl.where(x < 0.0, -far, far))
+    series = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
+    far = tl.where(x < 0.0, e - 1.0, 1.0 - e)
+    return tl.where(tl.abs(x) < 0.1, series * (1.0 + e), far), 1.0 + e
+
+
+@triton.jit
+def _sigmoid(x):
+    """Return numerator and denominator of the logistic function, without overflow on either side."""
+    e = tl.exp2(-1.4426950408889634 * tl.abs(x))
+    return tl.where(x < 0.0, e, 1.0), 1.0 + e
 
 
 @triton.jit
@@ -36,14 +43,21 @@ def sigmoid(x):
 
 @triton.jit
 def situ(gate, up, beta, linear_beta):
-    """``β₁ tanh(g/β₁) σ(g) · β₂ tanh(u/β₂)``."""
-    return beta * tanh(gate / beta) * sigmoid(gate) * (linear_beta * tanh(up / linear_beta))
+    """``β₁ tanh(g/β₁) σ(g) · β₂ tanh(u/β₂)``; one division, for divisions are what the fp32 units are short of."""
+    tanh_g, under_g = _tanh(gate * (1.0 / beta))
+    tanh_u, under_u = _tanh(up * (1.0 / linear_beta))
+    sigma, under = _sigmoid(gate)
+    return beta * linear_beta * tanh_g * tanh_u * sigma * (1.0 / (under_g * under_u * under))
 
 
 @triton.jit
 def situ_pulled(gate, up, beta, linear_beta):
-    """Return SiTU and its two partial derivatives."""
-    t_g, t_u, s = tanh(gate / beta), tanh(up / linear_beta), sigmoid(gate)
+    """Return SiTU and its two partial derivatives; denominators lie in [1, 2], so one division serves all three."""
+    t_g, under_g = _tanh(gate * (1.0 / beta))
+    t_u, under_u = _tanh(up * (1.0 / linear_beta))
+    s, under = _sigmoid(gate)
+    once = 1.0 / (under_g * under_u * under)
+    t_g, t_u, s = t_g * under_u * under * once, t_u * under_g * under * once, s * under_g * under_u * once
     left, right = beta * t_g * s, linear_beta * t_u
     by_gate = ((1.0 - t_g * t_g) * s + left * (1.0 - s)) * right
     return left * right, by_gate, left * (1.0 - t_u * t_u)

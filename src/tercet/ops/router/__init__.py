@@ -43,7 +43,7 @@ def _reference(
     return Routing(weights * scaling_factor, experts, scores, best[:, top_k])
 
 
-_route = Operator("route", _reference, triton_module="tercet.ops.router.triton_", on_trial=True)
+_route = Operator("route", _reference, triton_module="tercet.ops.router.triton_")
 
 
 def route(
