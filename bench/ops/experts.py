@@ -1,4 +1,4 @@
-"""Routed experts: 112 experts of 3584 → 3072 → 3584, 16,384 rows, skewed."""
+"""Routed experts: a rank of K3 (skewed, few rows an expert, weights bound) and a layer of `base` (many rows)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,16 @@ from tercet.ops.experts import reference
 
 def cases(device: torch.device) -> list[Case]:
     """Return forward, and forward + backward; peers are PyTorch's grouped products around an activation."""
+    if device.type != "cuda":
+        return _cases(device, "tiny", 6, 32, 48, 40, 2)
+    return [
+        *_cases(device, "112 × 3584 × 3072, 16,384 rows", 112, 3584, 3072, 1024, 16),
+        *_cases(device, "64 × 512 × 512, 196,608 rows", 64, 512, 512, 32768, 6),
+    ]
+
+
+def _cases(device: torch.device, name: str, count: int, latent: int, inner: int, tokens: int, k: int) -> list[Case]:
     big = device.type == "cuda"
-    count, latent, inner, tokens, k = (112, 3584, 3072, 1024, 16) if big else (6, 32, 48, 40, 2)
     dtype = torch.bfloat16 if big else torch.float32
     z = torch.randn(tokens, latent, device=device).to(dtype)
     weights = torch.rand(tokens, k, device=device)
@@ -44,8 +52,9 @@ def cases(device: torch.device) -> list[Case]:
     def check():
         few = min(count, 9)
         chosen = experts[:100] % few
-        small = [m[:few, : m.shape[1] // 8, : m.shape[2] // 8].contiguous() for m in matrices]
-        tensors = {"z": z[:100, : latent // 8], "weights": weights[:100]}
+        part = 8 if latent > 1024 else 1
+        small = [m[:few, : m.shape[1] // part, : m.shape[2] // part].contiguous() for m in matrices]
+        tensors = {"z": z[:100, : latent // part], "weights": weights[:100]}
         tensors |= dict(zip(("w1", "w2", "w3"), small))
 
         def run(z, p, *w):
@@ -65,6 +74,6 @@ def cases(device: torch.device) -> list[Case]:
         forward = {name: (lambda f=f: f(*inputs)) for name, f in peers.items()}
     both = {name: gradients(f, inputs) for name, f in peers.items()}
     return [
-        Case("experts forward", lambda: ours(*inputs), forward, check, size, flops),
-        Case("experts forward + backward", gradients(ours, inputs), both, bytes=3 * size, flops=3 * flops),
+        Case(f"experts forward, {name}", lambda: ours(*inputs), forward, check, size, flops),
+        Case(f"experts forward + backward, {name}", gradients(ours, inputs), both, bytes=3 * size, flops=3 * flops),
     ]
