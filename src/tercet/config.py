@@ -279,6 +279,10 @@ class TrainConfig:
     eval_sequences: int = 64
     checkpoint_every: int = 200
     keep_checkpoints: int = 2
+    async_checkpoint: bool = True
+    """Copy the state and write it while training goes on; False waits for the disk."""
+    peer_timeout: float = 1800.0
+    """Longest wait for another process of the run in seconds; evaluation on the first one must fit into it."""
     log_every: int = 10
     tracker: Literal["none", "tensorboard", "trackio", "wandb"] = "none"
 
@@ -294,6 +298,7 @@ class TrainConfig:
         ):
             value = getattr(self, name)
             _require(value >= 1, f"train.{name} is {value}; it must be at least 1")
+        _require(self.peer_timeout > 0, f"train.peer_timeout is {self.peer_timeout}; it must be positive")
         _require(self.workers >= 0, f"train.workers is {self.workers}; it must not be negative")
 
 

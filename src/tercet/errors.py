@@ -46,6 +46,10 @@ class StorageError(TercetError, OSError):
         return self.strerror or super().__str__()
 
 
+class PeerError(TercetError, RuntimeError):
+    """Another process of the same run died or stopped answering."""
+
+
 class MissingDependencyError(TercetError, ImportError):
     """An optional package is needed for what was asked."""
 

@@ -15,12 +15,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from tercet.checkpoint import distributed
+from tercet.checkpoint.state import checkpoints
 from tercet.config import RunConfig
 from tercet.data import Corpus
 from tercet.errors import CheckpointError, ConfigError, StorageError
 from tercet.eval.compression import token_losses
-from tercet.train import checkpoint as checkpoint_module
-from tercet.train.checkpoint import checkpoints, load_run
+from tercet.train.checkpoint import load_run
 from tercet.train.loop import Trainer
 from tercet.train.metrics import read_metrics
 from tercet.train.optimizer import StepReport
@@ -242,7 +243,16 @@ def test_vocabulary_must_be_the_corpus_s(config: RunConfig, corpus: Corpus, tmp_
         Trainer(other, corpus, tmp_path / "run")
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model-00001-of-00001.safetensors",
+        "optimizer-00001-of-00001.safetensors",
+        "model.safetensors.index.json",
+        "trainer.json",
+        "manifest.json",
+    ],
+)
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
 def test_a_damaged_checkpoint_is_named(
     config: RunConfig, corpus: Corpus, tmp_path: Path, name: str, damage: str
@@ -281,7 +291,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full)
+    monkeypatch.setattr(distributed, "write_shard", full)
     with pytest.raises(StorageError, match="No space left"):
         trainer.save()
     monkeypatch.undo()

@@ -1,22 +1,25 @@
 """Between published checkpoints and training runs.
 
-RUN/config.json                                 run configuration
-RUN/tokenizer/                                  if the published checkpoint brings a rank file
-RUN/checkpoints/step-00000000/model.safetensors weights, experts dequantised, published dtypes kept
-RUN/published/                                  what `tercet.checkpoint.base` keeps for a faithful export
+RUN/config.json                  run configuration
+RUN/tokenizer/                   if the published checkpoint brings a rank file
+RUN/checkpoints/step-00000000/   weights in the format of `state`, experts dequantised, published dtypes kept
+RUN/published/                   what `tercet.checkpoint.base` keeps for a faithful export
+
+An imported run has no optimiser state: training it starts with a fresh optimiser, under any settings.
 """
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from tercet.checkpoint.base import Base
 from tercet.checkpoint.convert import Experts, plan, planned_data, write_published
-from tercet.checkpoint.directory import SINGLE_NAME, CheckpointDirectory
-from tercet.checkpoint.layouts import LAYOUTS, Rule, layout, natural_layout
-from tercet.checkpoint.progress import byte_progress
-from tercet.checkpoint.writer import new_directory, write_shard
+from tercet.checkpoint.directory import CheckpointDirectory
+from tercet.checkpoint.layouts import LAYOUTS, Rule, StoredTensor, layout, natural_layout
+from tercet.checkpoint.progress import Advance, byte_progress
+from tercet.checkpoint.state import Piece, describe, number_files, write_companions
+from tercet.checkpoint.writer import Provide, new_directory, write_shard
 from tercet.config import RunConfig
 from tercet.data import Tokenizer
 from tercet.errors import CheckpointError
@@ -56,11 +59,19 @@ def import_checkpoint(
             base.keep(part / KEPT_FOLDER, advance)
             step = part / "checkpoints" / "step-00000000"
             step.mkdir(parents=True)
-            write_shard(step / SINGLE_NAME, tensors, planned_data(directory), advance)
-        write_json(step / "trainer.json", {"step": 0, "skipped_in_a_row": 0})
-        files = {name: _describe(step / name) for name in (SINGLE_NAME, "trainer.json")}
-        write_json(step / "manifest.json", {"format": 1, "step": 0, "files": files})
+            _write_weights(step, tensors, planned_data(directory), advance)
     return Path(run)
+
+
+def _write_weights(step: Path, tensors: Sequence[StoredTensor], provide: Provide, advance: Advance) -> None:
+    """Write a checkpoint of weights alone, cut into files as the trainer cuts them."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    (named,) = number_files([[Piece(tensor.name, tensor.nbytes) for tensor in tensors]])
+    for file, names in named.items():
+        write_shard(step / file, [by_name[name] for name in names], provide, advance)
+    placed = {name: (file, by_name[name].nbytes) for file, names in named.items() for name in names}
+    files = {file: describe(step / file) for file in named}
+    write_companions(step, 0, {"skipped_in_a_row": 0}, placed, files)
 
 
 def run_config(directory: CheckpointDirectory) -> RunConfig:
@@ -69,11 +80,6 @@ def run_config(directory: CheckpointDirectory) -> RunConfig:
         if (known := preset(name)).model == directory.model:
             return known
     return RunConfig(preset="imported", model=directory.model)
-
-
-def _describe(path: Path) -> dict[str, object]:
-    with open(path, "rb") as handle:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(handle, "sha256").hexdigest()}
 
 
 def find_base(directory: CheckpointDirectory, base: str | Path | None) -> Base | None:

@@ -61,7 +61,7 @@ def new_directory(path: str | Path) -> Iterator[Path]:
         part.mkdir(parents=True)
         yield part
         os.replace(part, target)
-        _sync_directory(target.parent)
+        sync_directory(target.parent)
     except OSError as error:
         if isinstance(error, StorageError):
             raise
@@ -70,7 +70,8 @@ def new_directory(path: str | Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _sync_directory(path: Path) -> None:
+def sync_directory(path: Path) -> None:
+    """Flush the entries of a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -17,7 +17,7 @@ import numpy as np
 
 from tercet.data.batch import Batch
 from tercet.data.corpus import Corpus, make_batch
-from tercet.errors import CheckpointError, DataError
+from tercet.errors import CheckpointError, ConfigError, DataError
 
 
 class Loader:
@@ -42,28 +42,35 @@ class Loader:
             split: which of its splits.
             sequence_length: tokens in every sequence.
             batch_sequences: sequences in one optimiser step, over all ranks and micro-batches.
-            micro_batch_sequences: sequences in one `Batch`; default all of this rank's share.
+            micro_batch_sequences: sequences in one `Batch`; default an equal share for every rank.
             seed: of the shuffle.
-            rank: this process; takes the rank-th contiguous share of every batch.
-            world: processes that share every batch.
+            rank: this process; takes the rank-th contiguous run of every batch's micro-batches.
+            world: processes that share every batch; one may get a micro-batch more than another.
 
         Raises:
             DataError: sizes that do not divide, or a split smaller than one sequence.
+            ConfigError: fewer micro-batches than ranks.
         """
         if min(sequence_length, batch_sequences, world) < 1 or not 0 <= rank < world:
             raise DataError(
                 f"sequence_length {sequence_length}, batch_sequences {batch_sequences} and world {world} must be "
                 f"positive and rank {rank} lie below world"
             )
-        if batch_sequences % world:
+        if micro_batch_sequences is None and batch_sequences % world:
             raise DataError(
                 f"batch_sequences ({batch_sequences}) must be a multiple of the {world} ranks that share it"
             )
-        share = batch_sequences // world
-        micro = share if micro_batch_sequences is None else micro_batch_sequences
-        if micro < 1 or share % micro:
+        micro = batch_sequences // world if micro_batch_sequences is None else micro_batch_sequences
+        if micro < 1 or batch_sequences % micro:
             raise DataError(
-                f"micro_batch_sequences is {micro}; it must divide the {share} sequences a rank sees in each step"
+                f"micro_batch_sequences is {micro}; it must divide the {batch_sequences} sequences of a step"
+            )
+        self.micro_batches_per_step = batch_sequences // micro
+        """Over all ranks."""
+        if self.micro_batches_per_step < world:
+            raise ConfigError(
+                f"a step has {self.micro_batches_per_step} micro-batches for {world} ranks; use fewer ranks, or lower "
+                f"train.micro_batch_sequences ({micro}) to at most {batch_sequences // world}"
             )
         self.line = corpus.split(split)
         self.sequences_per_epoch = self.line.tokens // sequence_length
@@ -74,7 +81,9 @@ class Loader:
             )
         self.corpus, self.split, self.seed = corpus, split, seed
         self.sequence_length, self.batch_sequences = sequence_length, batch_sequences
-        self._first, self._share, self._micro = rank * share, share, micro
+        mine = (self.micro_batches_per_step * r // world for r in (rank, rank + 1))
+        self._first, self._last = (micro * number for number in mine)
+        self._micro = micro
         self.position = 0
         """Sequences consumed by all ranks together since the start of the run."""
         self._epoch: tuple[int, int, np.ndarray] | None = None
@@ -103,9 +112,9 @@ class Loader:
         """
         start = self.position if step is None else step * self.batch_sequences
         self.position = start + self.batch_sequences
-        mine = range(start + self._first, start + self._first + self._share)
+        mine = range(start + self._first, start + self._last)
         windows = [self.line.window(self.sequence_start(index), self.sequence_length) for index in mine]
-        return [make_batch(windows[i : i + self._micro]) for i in range(0, self._share, self._micro)]
+        return [make_batch(windows[i : i + self._micro]) for i in range(0, len(windows), self._micro)]
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -1,43 +1,36 @@
-"""Training checkpoints: complete or absent, verified on reading, no pickles.
+"""A run's directory: what a checkpoint is made of, how a run goes on, who may write into it.
 
     RUN/config.json                      RunConfig
     RUN/.lock                            held by the process that trains
     RUN/tokenizer/                       the corpus's tokenizer, so that the run can be used without its corpus
-    RUN/checkpoints/step-00000200/
-        model.safetensors                fp32 weights under published names
-        optimizer.safetensors            momentum and moments, "parameter/key"
-        trainer.json                     step, data position, balance, optimiser scalars
-        manifest.json                    size and SHA-256 of the files above; written last
+    RUN/checkpoints/step-00000200/       `tercet.checkpoint.state`
 
 A checkpoint is written into a hidden neighbour and renamed, so a kill at any moment leaves the previous one in place.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from tercet.checkpoint.load import load_model
+from tercet.checkpoint.state import checkpoint_path, checkpoints, is_state, read_trainer, verify
 from tercet.config import RunConfig
 from tercet.data import Tokenizer
 from tercet.errors import CheckpointError, ConfigError, DataError
 from tercet.model import CausalLM, choose_device
 from tercet.model.names import locate, published_tensors
+from tercet.parallel import Ranks
+from tercet.train.saving import Saver
 from tercet.util.files import storage_error, write_json
 from tercet.util.settings import difference, from_dict, to_dict
 
-FORMAT = 1
-MODEL, OPTIMIZER, TRAINER, MANIFEST = "model.safetensors", "optimizer.safetensors", "trainer.json", "manifest.json"
+_BALANCE = "balance/"
 
 
 @dataclass(frozen=True)
@@ -51,15 +44,29 @@ class LoadedRun:
     step: int
 
 
-def checkpoints(run: str | Path) -> list[Path]:
-    """Return the published checkpoints of *run*, oldest first."""
-    return sorted(path for path in (Path(run) / "checkpoints").glob("step-*") if (path / MANIFEST).is_file())
+def state_tensors(
+    model: CausalLM,
+    optimizer: Mapping[str, Any],
+    averages: Mapping[str, Tensor],
+    owns: Callable[[str], bool] = lambda parameter: True,
+) -> dict[str, Tensor]:
+    """Return what this rank saves, by name in the checkpoint; tensors are shared, not copied.
+
+    Args:
+        model: weights and biases.
+        optimizer: ``Optimizer.state_dict()``, which holds what this rank owns.
+        averages: tensors of the balancers; empty on all ranks but one.
+        owns: whether this rank saves the parameter or buffer of that name.
+    """
+    weights = {name: tensor for name, tensor in published_tensors(model) if owns(locate(name)[0])}
+    moments = {f"{name}/{key}": t for name, kept in optimizer["parameters"].items() for key, t in kept.items()}
+    return weights | moments | {f"{_BALANCE}{name}": tensor for name, tensor in averages.items()}
 
 
 def save_checkpoint(
     run: Path, step: int, model: CausalLM, optimizer: Mapping[str, Any], trainer: Mapping[str, Any], *, keep: int
 ) -> Path:
-    """Write the checkpoint of *step* (steps done so far), then delete all but the newest *keep*.
+    """Write the checkpoint of *step* (steps done so far) from one process, then delete all but the newest *keep*.
 
     Args:
         run: run directory.
@@ -72,117 +79,11 @@ def save_checkpoint(
     Raises:
         StorageError: the disk refused a write; older checkpoints are untouched.
     """
-    target = run / "checkpoints" / f"step-{step:08d}"
-    part = target.with_name(f".{target.name}.part")
-    try:
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
-        save_file({name: _plain(tensor) for name, tensor in published_tensors(model)}, part / MODEL)
-        moments = {
-            f"{name}/{key}": _plain(tensor)
-            for name, kept in optimizer["parameters"].items()
-            for key, tensor in kept.items()
-        }
-        balance = {f"balance/{name}": _plain(tensor) for name, tensor in trainer.get("tensors", {}).items()}
-        save_file(moments | balance, part / OPTIMIZER)
-        scalars = {key: value for key, value in trainer.items() if key != "tensors"}
-        scalars |= {"step": step, "skipped_in_a_row": optimizer["skipped_in_a_row"]}
-        write_json(part / TRAINER, scalars)
-        files = {name: _describe(part / name) for name in (MODEL, OPTIMIZER, TRAINER)}
-        write_json(part / MANIFEST, {"format": FORMAT, "step": step, "files": files})
-        for name in files:
-            _sync(part / name)
-        shutil.rmtree(target, ignore_errors=True)
-        os.replace(part, target)
-        _sync(target.parent)
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(part, ignore_errors=True)
-        raise storage_error(target, error if isinstance(error, OSError) else OSError(5, str(error))) from error
-    for old in checkpoints(run)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-    return target
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().clone()
-
-
-def _describe(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as handle:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(handle, "sha256").hexdigest()}
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def verify(checkpoint: Path) -> dict[str, Any]:
-    """Check sizes and hashes of *checkpoint* and return its manifest.
-
-    Raises:
-        CheckpointError: a file is missing, truncated or changed; the message names it.
-    """
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        files = dict(manifest["files"])
-        if manifest["format"] != FORMAT:
-            raise CheckpointError(f"{checkpoint} has format {manifest['format']}, this version reads {FORMAT}")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint / MANIFEST} is unreadable ({error}); {_older(checkpoint)}") from error
-    for name, expected in files.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; {_older(checkpoint)}")
-        if (size := path.stat().st_size) != expected["bytes"]:
-            raise CheckpointError(f"{path} has {size} bytes instead of {expected['bytes']}; {_older(checkpoint)}")
-        if _describe(path)["sha256"] != expected["sha256"]:
-            raise CheckpointError(f"{path} does not match its recorded SHA-256; {_older(checkpoint)}")
-    return manifest
-
-
-def _older(checkpoint: Path) -> str:
-    others = [path for path in checkpoints(checkpoint.parent.parent) if path != checkpoint]
-    if not others:
-        return "there is no other checkpoint in this run"
-    return f"delete {checkpoint} to go on from {others[-1].name}"
-
-
-def load_tensors(path: Path) -> dict[str, Tensor]:
-    """Read all tensors of one safetensors file.
-
-    Raises:
-        CheckpointError: missing, truncated or not a safetensors file.
-    """
-    try:
-        with safe_open(path, framework="pt") as handle:
-            return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118 — not a dict
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-
-
-@torch.no_grad()
-def load_weights(model: CausalLM, tensors: Mapping[str, Tensor], where: Path) -> None:
-    """Copy published tensors into *model*; every tensor must be expected, present and of its shape.
-
-    Raises:
-        CheckpointError: a missing, unknown or misshaped tensor; the message names it.
-    """
-    expected = dict(published_tensors(model))
-    if unknown := sorted(tensors.keys() - expected.keys()):
-        raise CheckpointError(f"{where} holds {unknown[0]!r}, which the configured model does not have")
-    if missing := sorted(expected.keys() - tensors.keys()):
-        raise CheckpointError(f"{where} lacks {missing[0]!r} of shape {tuple(expected[missing[0]].shape)}")
-    own = model.state_dict(keep_vars=True)
-    for name, tensor in tensors.items():
-        parameter, expert = locate(name)
-        target = own[parameter] if expert is None else own[parameter][expert]
-        if target.shape != tensor.shape:
-            raise CheckpointError(f"{where}: {name} is {tuple(tensor.shape)}, the model needs {tuple(target.shape)}")
-        target.data.copy_(tensor)
+    tensors = state_tensors(model, optimizer, trainer.get("tensors", {}))
+    scalars = {key: value for key, value in trainer.items() if key != "tensors"}
+    scalars["skipped_in_a_row"] = optimizer["skipped_in_a_row"]
+    Saver(run, Ranks(), keep=keep, asynchronous=False).save(step, tensors, scalars)
+    return checkpoint_path(run, step)
 
 
 @dataclass(frozen=True)
@@ -191,30 +92,65 @@ class Resumption:
 
     step: int
     optimizer: dict[str, Any]
-    """For ``Optimizer.load_state_dict``."""
+    """For ``Optimizer.load_state_dict``: the state of what this rank owns."""
     trainer: dict[str, Any]
-    """As given to `save_checkpoint`."""
+    """As given to `save_checkpoint`; bare when nothing has been trained, as after an import."""
 
 
-def load_checkpoint(checkpoint: Path, model: CausalLM) -> Resumption:
+def load_checkpoint(
+    checkpoint: Path,
+    model: CausalLM,
+    *,
+    ranks: Ranks | None = None,
+    owns: Callable[[str], bool] = lambda parameter: True,
+) -> Resumption:
     """Verify *checkpoint*, load the weights into *model*, and return the rest.
 
+    Args:
+        checkpoint: published directory.
+        model: its own tensors are overwritten.
+        ranks: processes that load together; they share the verification.
+        owns: whether this rank wants the optimiser state of the parameter of that name.
+
     Raises:
-        CheckpointError: see `verify` and `load_weights`.
+        CheckpointError: see `tercet.checkpoint.state.verify`; or a tensor is missing, unknown or misshaped.
     """
-    verify(checkpoint)
-    load_weights(model, load_tensors(checkpoint / MODEL), checkpoint / MODEL)
-    trainer = json.loads((checkpoint / TRAINER).read_text(encoding="utf-8"))
+    from tercet.checkpoint.distributed import SavedState
+
+    ranks = ranks or Ranks()
+    ranks.on_all(lambda: verify(checkpoint, rank=ranks.rank, world=ranks.world))
+    saved = SavedState(checkpoint)
+    weights = {name: tensor.detach() for name, tensor in published_tensors(model)}
+    _check_weights(checkpoint, weights, saved.shapes)
     parameters: dict[str, dict[str, Tensor]] = {}
     balance: dict[str, Tensor] = {}
-    for name, tensor in load_tensors(checkpoint / OPTIMIZER).items():
-        head, _, key = name.rpartition("/")
-        if name.startswith("balance/"):
-            balance[name.removeprefix("balance/")] = tensor
-        else:
-            parameters.setdefault(head, {})[key] = tensor
+    state = {}
+    for name in filter(is_state, saved.shapes):
+        parameter, _, key = name.rpartition("/")
+        if name.startswith(_BALANCE):
+            balance[key] = state[name] = saved.empty(name)
+        elif owns(parameter):
+            parameters.setdefault(parameter, {})[key] = state[name] = saved.empty(name)
+    saved.load(weights | state)
+    trainer = read_trainer(checkpoint)
     optimizer = {"parameters": parameters, "skipped_in_a_row": trainer["skipped_in_a_row"]}
     return Resumption(trainer["step"], optimizer, trainer | {"tensors": balance})
+
+
+def _check_weights(checkpoint: Path, expected: Mapping[str, Tensor], saved: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a checkpoint whose weights are not exactly the model's.
+
+    Raises:
+        CheckpointError: a missing, unknown or misshaped tensor; the message names it.
+    """
+    found = {name: shape for name, shape in saved.items() if not is_state(name)}
+    if unknown := sorted(found.keys() - expected.keys()):
+        raise CheckpointError(f"{checkpoint} holds {unknown[0]!r}, which the configured model does not have")
+    for name, tensor in expected.items():
+        if name not in found:
+            raise CheckpointError(f"{checkpoint} lacks {name!r} of shape {tuple(tensor.shape)}")
+        if found[name] != tensor.shape:
+            raise CheckpointError(f"{checkpoint}: {name} is {found[name]}, the model needs {tuple(tensor.shape)}")
 
 
 def write_config(run: Path, config: RunConfig) -> None:
@@ -237,6 +173,12 @@ def read_config(run: str | Path) -> RunConfig:
         raise CheckpointError(f"{path} is not a run configuration: {error}") from error
 
 
+def is_untrained(run: Path) -> bool:
+    """Whether *run* holds imported weights and nothing else yet: it has a model, but no history to keep to."""
+    found = checkpoints(run)
+    return bool(found) and "loader" not in read_trainer(found[-1])
+
+
 _FIXED_TRAIN_SETTINGS = ("train.seed", "train.mtp_weight", "train.mtp_weight_final")
 
 
@@ -244,15 +186,17 @@ def check_same_run(run: Path, config: RunConfig) -> RunConfig:
     """Refuse to continue *run* under settings that would make it another run; returns the settings it had.
 
     Length, cadence, device, dtype, micro-batch split and the place of the corpus may change; model, text, optimiser,
-    schedule and losses may not.
+    schedule and losses may not. Of imported weights that nobody has trained yet only the model is fixed.
 
     Raises:
         ConfigError: lists the settings that differ.
     """
-    earlier = read_config(run)
+    earlier, untrained = read_config(run), is_untrained(run)
     changed = []
     for row in difference(earlier, config):
         key = row.partition(":")[0]
+        if untrained and not key.startswith("model."):
+            continue
         if key != "data.path" and (not key.startswith("train.") or key in _FIXED_TRAIN_SETTINGS):
             changed.append(row)
     if changed:
@@ -321,9 +265,6 @@ def load_run(run: str | Path, *, device: str = "cpu") -> LoadedRun:
     if not found:
         raise CheckpointError(f"{directory} has no checkpoint yet; train it first, or wait for its first one")
     verify(found[-1])
-    with torch.device("meta"):
-        model = CausalLM(config.model)
-    model.to_empty(device="cpu")
-    load_weights(model, load_tensors(found[-1] / MODEL), found[-1] / MODEL)
-    step = json.loads((found[-1] / TRAINER).read_text(encoding="utf-8"))["step"]
-    return LoadedRun(directory, config, model.to(place).eval(), Tokenizer.load(directory / "tokenizer"), step)
+    model = load_model(found[-1], device=place, show=False)
+    step = read_trainer(found[-1])["step"]
+    return LoadedRun(directory, config, model, Tokenizer.load(directory / "tokenizer"), step)

@@ -3,16 +3,16 @@
 A step is: learning rate → micro-batches (forward, loss, backward) → optimiser → balancing and QK-Clip → log. Everything
 that makes two runs differ is in `RunConfig`; everything needed to go on is in a checkpoint; the position in the data is
 one counter. So a run that was killed and resumed gives the same losses as one that was not.
+
+Several processes run the same loop, each on its micro-batches of every step; `Ranks` sums what must be summed.
 """
 
 from __future__ import annotations
 
 import math
-import signal
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,31 +20,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tercet.checkpoint.state import checkpoint_path, checkpoints, tidy
 from tercet.config import RunConfig
 from tercet.data import Corpus, Loader
 from tercet.data.batch import Batch
 from tercet.errors import ConfigError
 from tercet.eval.compression import bits_per_byte
-from tercet.model import CausalLM, Context, Observer, build, choose_device, to_compute_dtype
+from tercet.model import CausalLM, Context, Observer, build, to_compute_dtype
+from tercet.parallel import Ranks
 from tercet.train.balance import balancer_for
 from tercet.train.balance.balancer import LayerBalance
 from tercet.train.checkpoint import (
     check_same_run,
-    checkpoints,
     copy_tokenizer,
     load_checkpoint,
     lock_run,
-    save_checkpoint,
+    state_tensors,
     write_config,
 )
+from tercet.train.interrupt import polite_interrupt
 from tercet.train.loss import components
-from tercet.train.metrics import MetricsLog, Sink
+from tercet.train.metrics import MetricsLog, NoLog, Sink
 from tercet.train.observers import Observers
 from tercet.train.optimizer import Optimizer, StepReport
 from tercet.train.probe import probe
-from tercet.train.progress import Progress
+from tercet.train.progress import Progress, SteadyConsole
 from tercet.train.qk_clip import QKClip
 from tercet.train.samples import Samples
+from tercet.train.saving import Saver
 from tercet.train.schedule import learning_rate
 from tercet.train.workers import Workers
 from tercet.util.memory import keep_freed_memory
@@ -68,7 +71,15 @@ class Outcome:
 class Trainer:
     """Trains one run in one directory; an existing run of the same configuration is continued."""
 
-    def __init__(self, config: RunConfig, corpus: Corpus, directory: str | Path, *, sinks: Sequence[Sink] = ()):
+    def __init__(
+        self,
+        config: RunConfig,
+        corpus: Corpus,
+        directory: str | Path,
+        *,
+        sinks: Sequence[Sink] = (),
+        ranks: Ranks | None = None,
+    ):
         """Build the model, or load the newest checkpoint.
 
         Args:
@@ -76,11 +87,14 @@ class Trainer:
             corpus: where its tokens come from.
             directory: where everything is written.
             sinks: trackers that also receive every metrics row.
+            ranks: the processes of the run, each with the same arguments; by default this one alone.
 
         Raises:
             ConfigError: vocabulary and corpus disagree, the directory belongs to another configuration or is in use
-                by another process, or more steps are done than the run shall have.
+                by another process, more steps are done than the run shall have, or a step has fewer micro-batches
+                than there are ranks.
             CheckpointError: the newest checkpoint is damaged.
+            PeerError: another rank died.
         """
         if corpus.vocab_size != config.model.vocab_size:
             raise ConfigError(
@@ -89,33 +103,39 @@ class Trainer:
             )
         keep_freed_memory()
         self.config, self.corpus, self.directory = config, corpus, Path(directory)
+        self.ranks = ranks or Ranks()
+        self.ranks.check_same("configuration or corpus", (config, corpus.fingerprint))
         data, settings = config.data, config.train
-        self.device = choose_device(settings.device)
+        self.device = self.ranks.device(settings.device)
         self.loader = Loader(
             corpus,
             sequence_length=data.sequence_length,
             batch_sequences=data.batch_sequences,
             micro_batch_sequences=settings.micro_batch_sequences,
             seed=data.seed,
+            rank=self.ranks.rank,
+            world=self.ranks.world,
         )
         self.model = self._new_model()
-        self.optimizer = Optimizer(self.model, config.optim)
-        self.balancer = balancer_for(self.model, config.balance)
-        self.qk_clip = QKClip(config.model, config.optim.qk_clip) if config.optim.qk_clip is not None else None
+        self.optimizer = Optimizer(self.model, config.optim, ranks=self.ranks)
+        self.balancer = balancer_for(self.model, config.balance, reduce=self.ranks.sum)
+        threshold = config.optim.qk_clip
+        self.qk_clip = None if threshold is None else QKClip(config.model, threshold, reduce_max=self.ranks.max)
         self.components = components(self.model, settings)
-        self.workers = Workers(_worker_count(config, self.device))
+        self.workers = Workers(_worker_count(config, self.device, self.ranks.world))
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.validation: float | None = None
         self.samples = Samples(corpus)
-        self._lock = lock_run(self.directory)
-        earlier = check_same_run(self.directory, config) if (self.directory / "config.json").exists() else config
-        self._earlier_steps = earlier.train.steps
-        copy_tokenizer(corpus.tokenizer, self.directory)
-        if found := checkpoints(self.directory):
-            self._resume(found[-1])
-        write_config(self.directory, config)
-        self.log = MetricsLog(self.directory, sinks)
-        self.log.truncate_after(self.step)
+        self._earlier_steps = settings.steps
+        newest = self.ranks.on_first(self._take_directory)
+        self.saver = Saver(
+            self.directory, self.ranks, keep=settings.keep_checkpoints, asynchronous=settings.async_checkpoint
+        )
+        self._imported = False
+        if newest is not None:
+            self._resume(newest)
+        self.log: MetricsLog = NoLog()
+        self.ranks.on_first(lambda: self._open_log(sinks))
 
     def _new_model(self) -> CausalLM:
         model = build(self.config.model, seed=self.config.train.seed, device=self.device)
@@ -126,22 +146,30 @@ class Trainer:
 
     def run(self) -> Outcome:
         """Train until the last step, or until Ctrl-C or SIGTERM; the state is saved at the end either way."""
-        settings = self.config.train
-        saved = self.step
-        with _polite_interrupt() as interrupted, Progress(settings.steps, self.step) as progress:
+        settings, saved, stop = self.config.train, self.step, False
+        console = SteadyConsole(highlight=False, quiet=not self.ranks.first)
+        with (
+            polite_interrupt() as interrupted,
+            self.saver,
+            Progress(settings.steps, saved, console=console) as progress,
+        ):
             for text in self._opening():
                 progress.note(text)
-            while self.step < settings.steps and not interrupted:
+            while self.step < settings.steps and not stop:
                 row = self.train_step()
                 self.log.append(row)
                 progress.update(row)
                 if self.step % settings.eval_every == 0 or self.step == settings.steps:
-                    for extra in self.evaluate():
+                    for extra in self.evaluate() if self.ranks.first else ():
                         self.log.append(extra)
                         progress.update(extra)
                 if self.step % settings.checkpoint_every == 0:
-                    self.save()
+                    self._tell(progress, self.saver.wait())
+                    self.save(wait=False)
                     saved = self.step
+                stop, published = self.saver.poll(bool(interrupted))
+                self._tell(progress, published)
+            self._tell(progress, self.saver.wait())
             if saved != self.step:
                 self.save()
             if self.step < settings.steps:
@@ -149,14 +177,24 @@ class Trainer:
         finished = self.step >= settings.steps
         return Outcome(self.step, finished, self.seconds, self.tokens, self.validation)
 
+    @staticmethod
+    def _tell(progress: Progress, published: int | None) -> None:
+        if published is not None:
+            progress.note(f"saved step {published}")
+
     def _opening(self) -> Iterator[str]:
         """Say what is unusual about this start."""
         steps = self.config.train.steps
+        if self._imported:
+            yield "starts from imported weights, with a fresh optimizer"
+        if self.ranks.world > 1:
+            count = self.loader.micro_batches_per_step
+            yield f"{self.ranks.world} processes share the {count} micro-batches of a step"
         if self.step == steps:
             yield f"all {steps} steps are done; nothing to train"
         elif self.step:
             yield f"resumed at step {self.step}"
-        if self._earlier_steps != steps:
+        if self._earlier_steps != steps and not self._imported:
             yield f"train.steps was {self._earlier_steps}: from here the learning rate follows a run of {steps} steps"
         if not self.samples.held_out:
             yield "the corpus holds no text out: no bits per byte, no figures from inside the model"
@@ -176,7 +214,7 @@ class Trainer:
         balance = self.balancer.finish(accepted=not report.skipped)
         clip = self.qk_clip.end_step(self.optimizer, accepted=not report.skipped) if self.qk_clip is not None else None
         self.step += 1
-        tokens = sum(batch.tokens.numel() for batch in batches)
+        tokens = self.config.data.batch_sequences * self.config.data.sequence_length
         self.tokens += tokens
         seconds = time.perf_counter() - started
         self.seconds += seconds
@@ -200,7 +238,9 @@ class Trainer:
         Micro-batches may run side by side; their gradients are added in the order of the micro-batches all the same.
         """
         parts = [(part, part.factor(progress)) for part in self.components]
-        totals = {part.name: max(1.0, float(sum(part.weight(batch) for batch in batches))) for part, _ in parts}
+        weights = [sum(part.weight(batch) for batch in batches) for part, _ in parts]
+        summed = self.ranks.sum(torch.stack([torch.as_tensor(weight) for weight in weights])).tolist()
+        totals = {part.name: max(1.0, total) for (part, _), total in zip(parts, summed)}
         losses: dict[str, float | None] = {"loss": None, "mtp_loss": None}
         parameters = list(self.model.parameters())
 
@@ -214,7 +254,7 @@ class Trainer:
             }
             loss = torch.stack(list(values.values())).sum()
             if (auxiliary := self.balancer.auxiliary_loss()) is not None:
-                loss = loss + auxiliary / len(batches)
+                loss = loss + auxiliary / self.loader.micro_batches_per_step
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
             return gradients, {part.name: float(values[part.name].detach()) / factor for part, factor in parts}
 
@@ -225,7 +265,9 @@ class Trainer:
             self.optimizer.accumulate()
             for name, value in values.items():
                 losses[name] = (losses[name] or 0.0) + value
-        return losses
+        found = [name for name, value in losses.items() if value is not None]
+        everywhere = self.ranks.sum(torch.tensor([losses[name] for name in found], dtype=torch.float64))
+        return losses | dict(zip(found, everywhere.tolist()))
 
     def _context(self, batch: Batch, index: int) -> Context:
         by_layer = {part.layer: part.valid(batch) for part in self.components if part.layer is not None}
@@ -268,29 +310,52 @@ class Trainer:
         """Validation windows to score now: a spread during training, all of them at the end."""
         return None if self.step >= self.config.train.steps else self.config.train.eval_sequences
 
-    def save(self) -> Path:
-        """Write a checkpoint of the current step."""
+    def save(self, *, wait: bool = True) -> Path:
+        """Write a checkpoint of the current step; returns where it is, or with ``wait=False`` where it will be.
+
+        Raises:
+            StorageError: the disk refused it, or the one before; older ones are untouched.
+            PeerError: another rank died.
+        """
         balance = self.balancer.state_dict()
         averages = balance.pop("averages", {})
+        optimizer, owners, rank = self.optimizer.state_dict(), self.optimizer.owners, self.ranks.rank
         trainer = {
             "tokens": self.tokens,
             "seconds": self.seconds,
             "bits_per_byte": self.validation,
             "loader": self.loader.state_dict(),
             "balance": balance,
-            "tensors": averages,
+            "skipped_in_a_row": optimizer["skipped_in_a_row"],
         }
-        return save_checkpoint(
-            self.directory,
-            self.step,
-            self.model,
-            self.optimizer.state_dict(),
-            trainer,
-            keep=self.config.train.keep_checkpoints,
+        tensors = state_tensors(
+            self.model, optimizer, averages if self.ranks.first else {}, lambda name: owners.get(name, 0) == rank
         )
+        self.saver.save(self.step, tensors, trainer)
+        if wait:
+            self.saver.wait()
+        return checkpoint_path(self.directory, self.step)
+
+    def _take_directory(self) -> Path | None:
+        """Lock the run, check that it is this one, tidy it; returns its newest checkpoint, if any."""
+        self._lock = lock_run(self.directory)
+        if (self.directory / "config.json").exists():
+            self._earlier_steps = check_same_run(self.directory, self.config).train.steps
+        copy_tokenizer(self.corpus.tokenizer, self.directory)
+        tidy(self.directory)
+        found = checkpoints(self.directory)
+        return found[-1] if found else None
+
+    def _open_log(self, sinks: Sequence[Sink]) -> None:
+        write_config(self.directory, self.config)
+        self.log = MetricsLog(self.directory, sinks)
+        self.log.truncate_after(self.step)
 
     def _resume(self, checkpoint: Path) -> None:
-        saved = load_checkpoint(checkpoint, self.model)
+        owners, rank = self.optimizer.owners, self.ranks.rank
+        saved = load_checkpoint(
+            checkpoint, self.model, ranks=self.ranks, owns=lambda name: owners.get(name, rank) == rank
+        )
         if saved.step > self.config.train.steps:
             raise ConfigError(
                 f"{self.directory} has done {saved.step} steps, train.steps is {self.config.train.steps}; "
@@ -298,6 +363,9 @@ class Trainer:
             )
         self.optimizer.load_state_dict(saved.optimizer)
         state = saved.trainer
+        self._imported = "loader" not in state
+        if self._imported:
+            return
         self.loader.load_state_dict(state["loader"])
         averages = {"averages": state["tensors"]} if state["tensors"] else {}
         self.balancer.load_state_dict(state["balance"] | averages)
@@ -327,11 +395,11 @@ def fit_to_time(
     return replace(config, train=replace(config.train, steps=steps))
 
 
-def _worker_count(config: RunConfig, device: torch.device) -> int:
+def _worker_count(config: RunConfig, device: torch.device, world: int) -> int:
     """Cores to give a micro-batch each: one on a GPU, and for `aux`, whose term belongs to the pass under way."""
     if device.type != "cpu" or config.balance.kind == "aux":
         return 1
-    micro_batches = config.data.batch_sequences // config.train.micro_batch_sequences
+    micro_batches = -(-config.data.batch_sequences // config.train.micro_batch_sequences // world)
     return min(config.train.workers or torch.get_num_threads(), micro_batches)
 
 
@@ -363,25 +431,3 @@ def _balance_row(balance: LayerBalance) -> dict[str, Any]:
         "max_occupancy": balance.occupancy,
         "load": [round(load / total, 6) for load in balance.loads],
     }
-
-
-@contextmanager
-def _polite_interrupt() -> Iterator[list[int]]:
-    """Turn the first Ctrl-C or SIGTERM into an entry of the yielded list; a second Ctrl-C interrupts at once."""
-    seen: list[int] = []
-
-    def remember(number: int, frame: object) -> None:
-        if seen and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        seen.append(number)
-
-    try:
-        previous = {number: signal.signal(number, remember) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: leave signals to whoever owns it
-        yield seen
-        return
-    try:
-        yield seen
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -115,6 +115,16 @@ class MetricsLog:
             handle.writelines(line + b"\n" for line in lines)
 
 
+class NoLog(MetricsLog):
+    """Takes rows and keeps none: the log of every rank but the first."""
+
+    def __init__(self) -> None:
+        self.sinks = []
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Forget the row."""
+
+
 def read_metrics(directory: str | Path) -> list[Row]:
     """Return all rows of a run in the order written; no file gives no rows, and a torn last line is left out.
 
