@@ -4,8 +4,9 @@
   tercet train small --data data/mine --out runs/mine
   tercet train small --data data/mine --out runs/mine --set optim.lr=2e-3 --set train.steps=5000
   tercet train --resume runs/mine
+  torchrun --nproc-per-node 2 -m tercet train small --data data/mine --out runs/mine
 
-Ctrl-C saves and stops; the same command, or --resume, goes on as if nothing had happened.
+Ctrl-C saves and stops; the same command, or --resume, goes on as if nothing had happened, on any number of processes.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def run(args: argparse.Namespace) -> int:
     from tercet.bridge.trackers import open_tracker
     from tercet.data import Corpus
     from tercet.errors import ConfigError, DataError
+    from tercet.parallel import join
     from tercet.train.checkpoint import read_config
     from tercet.train.loop import Trainer
     from tercet.train.report import write_report
@@ -51,16 +53,19 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("give PRESET, --data DIR and --out RUN, or --resume RUN; see tercet train --help")
         corpus, directory = Corpus.open(args.data), args.out
         config = configuration(args, {"data.path": args.data, "model.vocab_size": corpus.vocab_size} | extra)
-    sinks = [] if config.train.tracker == "none" else [open_tracker(config.train.tracker, directory, config)]
-    trainer = Trainer(config, corpus, directory, sinks=sinks)
+    ranks = join(config.train.device, timeout_seconds=config.train.peer_timeout)
     try:
-        outcome = trainer.run()
+        tracked = ranks.first and config.train.tracker != "none"
+        sinks = [open_tracker(config.train.tracker, directory, config)] if tracked else []
+        trainer = Trainer(config, corpus, directory, sinks=sinks, ranks=ranks)
+        try:
+            outcome = trainer.run()
+        finally:
+            trainer.log.close()
+        if ranks.first:
+            print(f"report: {write_report(directory)}")
+            finished = f'next:   tercet sample {directory} "def main():"'
+            print(finished if outcome.finished else f"go on:  tercet train --resume {directory}")
     finally:
-        trainer.log.close()
-    report = write_report(directory)
-    print(f"report: {report}")
-    if outcome.finished:
-        print(f'next:   tercet sample {directory} "def main():"')
-    else:
-        print(f"go on:  tercet train --resume {directory}")
+        ranks.close()
     return 0 if outcome.finished else 130
