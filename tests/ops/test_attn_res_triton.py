@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from numerics import assert_same, relative_error
 from tercet.errors import UnsupportedError
 from tercet.ops import attn_res, attn_res_bank, attn_res_merge, attn_res_norm, use_tier
-from tercet.ops.attn_res import reference, triton_
+from tercet.ops.attn_res import reference, triton_, triton_inference
 
 
 def ours(norm_weight, query, *sources):
@@ -25,7 +25,7 @@ def test_values_and_gradients(n, dim, tokens):
 
 
 def test_more_tokens_than_programs(monkeypatch):
-    monkeypatch.setattr(triton_, "_WARPS", 1)
+    monkeypatch.setattr(triton_, "_BACKWARD", (1, 2))
     assert_same(ours, formula, [torch.randn(8), torch.randn(8), *torch.randn(2, 9, 8)], 1e-5, "triton")
 
 
@@ -42,7 +42,7 @@ def formula_normed(norm_weight, query, next_weight, *sources):
     ("n", "dim", "tokens", "tier"), [(1, 8, 3, "triton"), (5, 33, 9, "triton"), (3, 8, 2, "torch")]
 )
 def test_norm_behind_the_mixture(n, dim, tokens, tier, monkeypatch):
-    monkeypatch.setattr(triton_, "_WARPS", 1)
+    monkeypatch.setattr(triton_, "_BACKWARD", (1, 2))
     inputs = [torch.randn(dim), torch.randn(dim), torch.randn(dim), *torch.randn(n, tokens, dim)]
     assert_same(ours_normed, formula_normed, inputs, 1e-5, tier)
 
@@ -98,8 +98,10 @@ def test_declines_mixed_types():
 
 
 @pytest.mark.parametrize(("n", "dim", "tokens", "queries"), [(1, 24, 3, 1), (3, 130, 17, 5), (20, 16, 2, 18)])
-def test_two_phases(n, dim, tokens, queries):
+@pytest.mark.parametrize("many", [1, 2048])
+def test_two_phases(n, dim, tokens, queries, many, monkeypatch):
     """Reading the bank once for all queries, then merging the running sum, equals the direct mixture."""
+    monkeypatch.setattr(triton_inference, "_MANY", many)
     bank, prefix = [*torch.randn(n, 1, tokens, dim)], torch.randn(1, tokens, dim)
     weight, query = torch.randn(queries, dim), torch.randn(queries, dim)
     with use_tier("triton"):

@@ -31,10 +31,10 @@ from tercet.ops.gpu import dense, float_refusal, multiprocessors, operator
 
 MAX_SOURCES = 32
 MAX_WIDTH = 16384
-_STAGES, _BACKWARD_STAGES = 3, 6
-"""Sources in flight; measured best on an H200."""
-_WARPS = 8
-"""Warps of the backward pass on a multiprocessor, in one program or several."""
+_STAGES = 3
+"""Sources in flight forward; measured best on an H200, as are the two below."""
+_BACKWARD, _BACKWARD_NORMED = (8, 6), (16, 3)
+"""Warps on a multiprocessor in the backward pass, in one program or several, and sources in flight."""
 
 
 @triton.jit
@@ -173,7 +173,7 @@ def _backward_kernel(
 
 
 def _warps(block: int) -> int:
-    return min(8, max(1, block // 512))
+    return min(8, max(1, block // 1024))
 
 
 @operator(
@@ -259,7 +259,8 @@ def _backward(
     grads = [torch.empty_like(v) for v in sources]
     block = triton.next_power_of_2(dim)
     warps = _warps(block)
-    programs = min(max(tokens, 1), max(1, _WARPS // warps) * multiprocessors(first.device))
+    resident, stages = _BACKWARD_NORMED if normed and block > 1024 else _BACKWARD
+    programs = min(max(tokens, 1), max(1, resident // warps) * multiprocessors(first.device))
     partial = first.new_empty((programs, dim), dtype=torch.float32)
     next_partial = torch.empty_like(partial if normed else partial[:0])
     _backward_kernel[(programs,)](
@@ -282,7 +283,7 @@ def _backward(
         N=count,
         D=dim,
         BLOCK=block,
-        STAGES=_BACKWARD_STAGES,
+        STAGES=stages,
         num_warps=warps,
     )
     return grads, partial.sum(0), next_partial.sum(0) if normed else next_partial

@@ -1,8 +1,8 @@
 """The two-phase form of Attention Residuals on the GPU, for inference (report §5.4.2, kernels.md §7).
 
-Phase 1 answers all J queries of a block from one read of the bank's scores and one of its values: `_score_kernel` forms
-the ``n × J`` scores of a tile of tokens as matrix products (fp32 accuracy from three tf32 products) and reduces them
-to maximum, sum and weights; `_value_kernel` multiplies a token's weights ``[J, n]`` with its sources ``[n, D]``.
+Phase 1 answers all J queries of a block. `_score_kernel` forms the scores of a tile of tokens and one source as a
+matrix product (fp32 accuracy from three tf32 products); `_value_kernel` turns a token's scores ``[J, n]`` into weights and
+multiplies them with its sources ``[n, D]``.
 Phase 2, `_merge_kernel`, adds the one source that changes, in one pass. No gradients: training mixes directly.
 
 Shapes: n sources, T tokens, D width, J queries.
@@ -22,18 +22,17 @@ from tercet.ops.attn_res.triton_ import MAX_SOURCES, MAX_WIDTH, _source, _warps
 from tercet.ops.gpu import dense, float_refusal
 
 MAX_QUERIES = 64
-_TOKENS, _DEPTH, _COLUMNS = 16, 128, 256
+_DEPTH, _COLUMNS, _VALUE_WARPS = 128, 256, 4
+_MANY = 2048
+"""Tokens from which a program scores 64 of them, not 16."""
 
 
 @triton.jit
 def _score_kernel(
     sources,
     queries,
-    weights,
-    maximum,
-    total,
+    scores,
     tokens,
-    count,
     eps,
     N: tl.constexpr,
     D: tl.constexpr,
@@ -43,40 +42,31 @@ def _score_kernel(
     BT: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Score a tile of tokens: ``weights[t, i, j] = exp(score − maximum)``."""
+    """Score a tile of tokens of one source for all queries: ``scores[t, i, j]``."""
     token = tl.program_id(0) * BT + tl.arange(0, BT)
+    i = tl.program_id(1)
     query = tl.arange(0, QUERIES)
-    slot = tl.arange(0, SLOTS)
-    scores = tl.full([BT, SLOTS, QUERIES], float("-inf"), tl.float32)
-    for i in range(count):
-        v = _source(sources, i, N)
-        product = tl.zeros([BT, QUERIES], tl.float32)
-        square = tl.zeros([BT], tl.float32)
-        for first in range(0, D, BK):
-            k = first + tl.arange(0, BK)
-            at = token.to(tl.int64)[:, None] * D + k[None, :]
-            rows = tl.load(v + at, mask=(token < tokens)[:, None] & (k < D)[None, :], other=0.0).to(tl.float32)
-            w = tl.load(
-                queries + query[None, :] * D + k[:, None], mask=(query < J)[None, :] & (k < D)[:, None], other=0.0
-            )
-            product = tl.dot(rows, w, product, input_precision="tf32x3")
-            square += tl.sum(rows * rows, 1)
-        score = product * tl.rsqrt(square / D + eps)[:, None]
-        scores = tl.where((slot == i)[None, :, None], score[:, None, :], scores)
-    largest = tl.max(scores, 1)
-    p = tl.exp(scores - largest[:, None, :])
-    real = (token < tokens)[:, None] & (query < J)[None, :]
-    to = query[None, :].to(tl.int64) * tokens + token[:, None]
-    tl.store(maximum + to, largest, mask=real)
-    tl.store(total + to, tl.sum(p, 1), mask=real)
-    to = (token.to(tl.int64)[:, None, None] * SLOTS + slot[None, :, None]) * QUERIES + query[None, None, :]
-    tl.store(weights + to, p, mask=(token < tokens)[:, None, None] & (slot < SLOTS)[None, :, None])
+    v = _source(sources, i, N)
+    product = tl.zeros([BT, QUERIES], tl.float32)
+    square = tl.zeros([BT], tl.float32)
+    for first in range(0, D, BK):
+        k = first + tl.arange(0, BK)
+        at = token.to(tl.int64)[:, None] * D + k[None, :]
+        rows = tl.load(v + at, mask=(token < tokens)[:, None] & (k < D)[None, :], other=0.0).to(tl.float32)
+        w = tl.load(queries + query[None, :] * D + k[:, None], mask=(query < J)[None, :] & (k < D)[:, None], other=0.0)
+        product = tl.dot(rows, w, product, input_precision="tf32x3")
+        square += tl.sum(rows * rows, 1)
+    score = product * tl.rsqrt(square / D + eps)[:, None]
+    to = (token.to(tl.int64)[:, None] * SLOTS + i) * QUERIES + query[None, :]
+    tl.store(scores + to, score, mask=(token < tokens)[:, None])
 
 
 @triton.jit
 def _value_kernel(
     sources,
-    weights,
+    scores,
+    maximum,
+    total,
     value,
     tokens,
     N: tl.constexpr,
@@ -86,12 +76,17 @@ def _value_kernel(
     QUERIES: tl.constexpr,
     BN: tl.constexpr,
 ):
-    """``value[j, t] = Σ_i weights[t, i, j] v_i[t]`` for one token and a block of columns."""
+    """Weigh one token's sources for all queries: ``value[j, t] = Σ_i exp(score − maximum) v_i[t]``."""
     token = tl.program_id(0).to(tl.int64)
+    query, slot = tl.arange(0, QUERIES), tl.arange(0, SLOTS)
+    at = (token * SLOTS + slot[None, :]) * QUERIES + query[:, None]
+    score = tl.load(scores + at, mask=(slot < N)[None, :], other=float("-inf"))
+    largest = tl.max(score, 1)
+    p = tl.exp(score - largest[:, None])
+    if tl.program_id(1) == 0:
+        tl.store(maximum + query * tokens + token, largest, mask=query < J)
+        tl.store(total + query * tokens + token, tl.sum(p, 1), mask=query < J)
     column = tl.program_id(1) * BN + tl.arange(0, BN)
-    query = tl.arange(0, QUERIES)
-    slot = tl.arange(0, SLOTS)
-    p = tl.load(weights + (token * SLOTS + slot[None, :]) * QUERIES + query[:, None])
     rows = tl.zeros([SLOTS, BN], tl.float32)
     for i in tl.static_range(N):
         row = tl.load(sources[i] + token * D + column, mask=column < D, other=0.0).to(tl.float32)
@@ -127,23 +122,14 @@ def _bank(*sources: Tensor, folded_queries: Tensor, eps: float) -> Partial:
     if not tokens:
         return partial
     slots, padded = max(16, triton.next_power_of_2(count)), max(16, triton.next_power_of_2(queries))
-    weights = first.new_empty((tokens, slots, padded), dtype=torch.float32)
+    scores = first.new_empty((tokens, slots, padded), dtype=torch.float32)
     shape = {"N": count, "D": dim, "J": queries, "SLOTS": slots, "QUERIES": padded}
-    _score_kernel[(triton.cdiv(tokens, _TOKENS),)](
-        tuple(rows),
-        dense(folded_queries.float()),
-        weights,
-        partial.maximum,
-        partial.total,
-        tokens,
-        count,
-        eps,
-        BT=_TOKENS,
-        BK=_DEPTH,
-        **shape,
+    tile = 64 if tokens >= _MANY else 16
+    _score_kernel[(triton.cdiv(tokens, tile), count)](
+        tuple(rows), dense(folded_queries.float()), scores, tokens, eps, BT=tile, BK=_DEPTH, **shape
     )
     _value_kernel[(tokens, triton.cdiv(dim, _COLUMNS))](
-        tuple(rows), weights, partial.value, tokens, BN=_COLUMNS, **shape
+        tuple(rows), scores, *partial, tokens, BN=_COLUMNS, num_warps=_VALUE_WARPS, **shape
     )
     return partial
 

@@ -25,8 +25,8 @@ from tercet.ops.gpu import dense, float_refusal, operator
 from tercet.ops.packing import positions
 
 MAX_TAPS = 4
-_SEGMENTS, _SPAN, _CHANNELS = 8, 32, 128
-_WARPS = 4
+_SEGMENTS, _SPAN, _CHANNELS, _WARPS = 2, 64, 256, 4
+"""Measured best on an H200 for 1024 and for 12,288 channels."""
 
 
 @lru_cache(maxsize=64)
