@@ -1,33 +1,39 @@
 """Compare tercet with llama.cpp on miniatures of both architectures: ``make interop``.
 
-Builds llama-cpp-python in an environment of its own (about six minutes on two cores, once), writes a K3 and a
-Kimi-Linear miniature, and compares the logits of
+Builds llama-cpp-python in an environment of its own (`engine`; about ten minutes on two cores, once), writes a K3 and
+a Kimi-Linear miniature, and compares the logits of
 
 * tercet in fp64, from the published directory,
 * llama.cpp on tercet's GGUF export,
-* llama.cpp on what its own converter makes of the published directory.
+* llama.cpp on what its own converter makes of the published directory,
 
-Packed experts are compared bit for bit, and run dequantised: on a CPU llama.cpp multiplies MXFP4 weights with inputs
-rounded to eight bits, which is its choice of arithmetic and not a property of the file.
+and every tensor of the two GGUF files bit for bit. The last lines are a table; the exit status is 1 if a row fails.
+
+K3's experts run twice. Dequantised, everything is fp32. Packed, llama.cpp on a CPU rounds the inputs of every MXFP4
+product to eight bits, which is its choice of arithmetic and not a property of the file: there the fp64 reference
+rounds the same inputs in the same way (`EightBitExperts`).
 
 The miniatures have ``rms_norm_eps`` 1e-6, because llama.cpp uses that setting also where the architecture has a fixed
-1e-6, and token sequences on which no router is near a tie, because llama.cpp cannot be told which experts to take.
+1e-6, and token sequences on which no router (and no rounding to eight bits) is near a tie, because llama.cpp cannot be
+told which experts to take.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import shutil
 import subprocess
 import sys
-import tarfile
-import venv
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
 
 import gguf
 import numpy as np
 import torch
+import torch.nn.functional as F
+from engine import BuildError, Engine, build
 from torch import Tensor
 
 from tercet.checkpoint.gguf import export_gguf
@@ -35,38 +41,70 @@ from tercet.checkpoint.layouts import LAYOUTS
 from tercet.checkpoint.load import load_model
 from tercet.checkpoint.miniature import as_kimi_linear, write_miniature
 from tercet.checkpoint.runs import export_checkpoint
-from tercet.config import ModelConfig
+from tercet.errors import TercetError
 from tercet.model import CausalLM, Context, Observer
-from tercet.ops import Routing
+from tercet.ops import Routing, routed_experts, situ_glu
 from tercet.presets import tiny_model
 
-VERSION = "0.3.36"
 HERE = Path(__file__).parent
-TOKENS = 96
+TOKENS, PACKED_TOKENS = 96, 16
+"""Tokens of a comparison; with packed experts fewer, as each brings some 2,400 values that must not be near a tie."""
 TOLERANCE = 1e-4
 """Relative distance of logits that passes: fp32 rounding through a few layers."""
 MARGIN = 1e-4
 """Smallest lead of the last chosen expert over the first unchosen one, in units of the score."""
+ROUNDING_MARGIN = 3e-5
+"""Smallest distance of an eight-bit code from the middle between two integers; fp32 errs by some 1e-5 there."""
 
 
-def build(work: Path) -> tuple[Path, Path]:
-    """Return the environment's Python and the source tree of llama.cpp, building both if they are absent."""
-    python, name = work / "venv" / "bin" / "python", f"llama_cpp_python-{VERSION}"
-    archive = work / f"{name}.tar.gz"
-    if not python.exists():
-        venv.create(work / "venv", with_pip=True)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-    if not archive.exists():
-        wanted = [f"llama-cpp-python=={VERSION}", "--no-binary", "llama-cpp-python", "--no-deps", "-d", str(work)]
-        subprocess.run([*pip, "download", *wanted], check=True)
-    if not (work / name).exists():
-        with tarfile.open(archive) as tar:
-            tar.extractall(work, filter="data")
-    if subprocess.run([str(python), "-c", "import llama_cpp"], capture_output=True).returncode:
-        print("building llama.cpp, once; this takes some minutes", flush=True)
-        environment = os.environ | {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF"}
-        subprocess.run(["nice", "-n", "19", *pip, "install", str(archive)], check=True, env=environment)
-    return python, work / name / "vendor" / "llama.cpp"
+class Row(NamedTuple):
+    """One line of the table."""
+
+    architecture: str
+    experts: str
+    source: str
+    tokens: int
+    error: float
+    """Relative distance to tercet's fp64 logits."""
+    same: bool
+    """Whether all tensors of the two GGUF files are the same, bit for bit."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether logits agree within the tolerance and tensors agree exactly."""
+        return self.same and self.error <= TOLERANCE
+
+
+class EightBitExperts:
+    """Routed experts with the input of each product rounded to eight bits, as llama.cpp's Q8_0 does.
+
+    A block of 32 values has an fp16 scale, its largest magnitude / 127, and codes rounded to the nearest integer.
+    """
+
+    def __init__(self) -> None:
+        self.closest = 0.5
+        """Distance of the unrounded code that came closest to the middle between two integers."""
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Return what the codes stand for."""
+        blocks = x.reshape(-1, 32)
+        scale = blocks.abs().amax(-1, keepdim=True) / 127
+        codes = blocks / scale.clamp_min(1e-30)
+        self.closest = min(self.closest, float((codes.abs() % 1 - 0.5).abs().min()))
+        return (codes.round() * scale.half().to(x.dtype)).view_as(x)
+
+    def __call__(
+        self, z: Tensor, weights: Tensor, experts: Tensor, *stacks: Tensor, activation: str, **betas: float
+    ) -> Tensor:
+        """Compute ``Σ_e p_e · w2_e act(w1_e z, w3_e z)`` token by token."""
+        assert activation == "situ", "only K3's experts are packed"
+        w1, w2, w3 = stacks
+        rows, out = self.rounded(z), torch.zeros_like(z)
+        for token, (chosen, share) in enumerate(zip(experts.tolist(), weights)):
+            for expert, weight in zip(chosen, share):
+                inner = situ_glu(F.linear(rows[token], w1[expert]), F.linear(rows[token], w3[expert]), **betas)
+                out[token] += weight * F.linear(self.rounded(inner), w2[expert])
+        return out
 
 
 class _Margins(Observer):
@@ -87,17 +125,18 @@ class _Margins(Observer):
         self.smallest = min(self.smallest, float((biased[:, k - 1] - biased[:, k]).min()))
 
 
-def reference(model: CausalLM) -> tuple[Tensor, Tensor, float]:
-    """Return tokens on which no router is near a tie, their fp64 logits, and the smallest lead."""
-    model = model.double()
-    for seed in range(200):
-        tokens = torch.randint(0, model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(seed))
-        margins = _Margins(model)
-        with torch.no_grad():
+def reference(model: CausalLM, packed: bool) -> tuple[Tensor, Tensor]:
+    """Return tokens on which neither a router nor a rounding is near a tie, and their fp64 logits."""
+    model, count = model.double(), PACKED_TOKENS if packed else TOKENS
+    for seed in range(1000):
+        tokens = torch.randint(0, model.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(seed))
+        margins, eight_bit = _Margins(model), EightBitExperts()
+        experts = eight_bit if packed else routed_experts
+        with torch.no_grad(), mock.patch("tercet.model.moe.routed_experts", experts):
             logits = model(tokens, Context(observer=margins))
-        if margins.smallest > MARGIN:
-            return tokens[0], logits[0], margins.smallest
-    raise SystemExit("no token sequence without near ties found; lower MARGIN")
+        if margins.smallest > MARGIN and eight_bit.closest > ROUNDING_MARGIN:
+            return tokens[0], logits[0]
+    raise BuildError("no token sequence without near ties found; lower MARGIN")
 
 
 def relative(x: np.ndarray, y: Tensor) -> float:
@@ -117,56 +156,78 @@ def same_tensors(a: Path, b: Path) -> bool:
     )
 
 
-def compare(name: str, config: ModelConfig, work: Path, python: Path, source: Path) -> bool:
-    """Write one miniature, run it three ways, print the distances."""
-    folder = work / name
-    if not folder.exists():
-        write_miniature(folder, LAYOUTS[name], config)
-    tokens, expected, margin = reference(load_model(folder, show=False))
-    np.save(work / "tokens.npy", tokens.numpy())
-    plain = work / f"{name}-plain"
-    if not plain.exists():
-        export_checkpoint(folder, plain, experts="plain", show=False)
-    fine = True
-    for published in (folder, plain):
-        ours, theirs = (work / f"{published.name}-{writer}.gguf" for writer in ("tercet", "converter"))
-        for path in (ours, theirs):
-            path.unlink(missing_ok=True)
-        export_gguf(published, ours, dtype="F32", show=False)
-        subprocess.run([sys.executable, str(HERE / "convert.py"), str(source), str(published), str(theirs)], check=True)
-        same = same_tensors(ours, theirs)
-        fine &= same
+def compare(architecture: str, experts: str, published: Path, engine: Engine) -> list[Row]:
+    """Run one published directory three ways."""
+    tokens, expected = reference(load_model(published, show=False), experts == "mxfp4")
+    np.save(tokens_file := published.with_suffix(".tokens.npy"), tokens.numpy())
+    files = {who: published.with_name(f"{published.name}-{who}.gguf") for who in ("tercet", "llama.cpp")}
+    export_gguf(published, files["tercet"], dtype="F32", show=False)
+    command = [sys.executable, HERE / "convert.py", engine.source, published, files["llama.cpp"]]
+    _quietly(command)
+    same, rows = same_tensors(*files.values()), []
+    for who, label in (("tercet", "our export"), ("llama.cpp", "llama.cpp's converter on our published layout")):
+        out = published.with_name(f"{published.name}-{who}.logits.npy")
+        _quietly([engine.python, HERE / "logits.py", files[who], tokens_file, out])
+        rows.append(Row(architecture, experts, label, len(tokens), relative(np.load(out), expected), same))
+    return rows
+
+
+def _quietly(command: list[str | Path]) -> None:
+    """Run *command*; show what it says only if it fails.
+
+    Raises:
+        BuildError: it failed.
+    """
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, errors="replace")
+    if done.returncode:
+        raise BuildError(f"{Path(command[1]).name} failed on {command[-1]}\n{done.stdout}{done.stderr}")
+
+
+def compare_all(work: Path, engine: Engine) -> list[Row]:
+    """Write the miniatures afresh and compare each."""
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    config = replace(tiny_model(), vocab_size=512, num_layers=6, full_attention_layers=(2, 5), attn_res_block_size=2)
+    config = replace(config, rms_norm_eps=1e-6)
+    print("comparing K3", flush=True)
+    write_miniature(work / "k3", LAYOUTS["k3"], config)
+    export_checkpoint(work / "k3", work / "k3-plain", experts="plain", show=False)
+    rows = compare("kimi-k3", "fp32", work / "k3-plain", engine)
+    rows += compare("kimi-k3", "mxfp4", work / "k3", engine)
+    print("comparing Kimi-Linear", flush=True)
+    write_miniature(work / "kimi-linear", LAYOUTS["kimi-linear"], as_kimi_linear(config))
+    return rows + compare("kimi-linear", "fp32", work / "kimi-linear", engine)
+
+
+def show(rows: list[Row]) -> None:
+    """Print the table."""
+    print(f"\nrelative error: logits beside tercet in fp64, limit {TOLERANCE:g}")
+    print("tensors: our GGUF against the converter's, bit for bit\n")
+    print(
+        f"{'architecture':<13}{'experts':<9}{'GGUF from':<47}{'tokens':>6}{'relative error':>16}  {'tensors':<9}result"
+    )
+    for row in rows:
         print(
-            f"{published.name:<18} {'all' if same else 'NOT ALL'} tensors of both GGUF files are bit for bit the same"
+            f"{row.architecture:<13}{row.experts:<9}{row.source:<47}{row.tokens:>6}{row.error:>16.2e}"
+            f"  {'same' if row.same else 'DIFFER':<9}{'pass' if row.passed else 'FAIL'}"
         )
-    for label, path in (("tercet's GGUF", ours), ("llama.cpp's converter", theirs)):
-        out = work / "logits.npy"
-        subprocess.run(
-            [str(python), str(HERE / "logits.py"), str(path), str(work / "tokens.npy"), str(out)], check=True
-        )
-        distance = relative(np.load(out), expected)
-        fine &= distance <= TOLERANCE
-        print(f"{name:<12} {label:<22} relative distance to tercet in fp64: {distance:.2e}", flush=True)
-    print(f"{name:<12} {TOKENS} tokens, closest routing decision {margin:.1e}")
-    return fine
 
 
 def main() -> int:
     """Build, compare both architectures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, default=Path("build/interop"), help="environment, sources, miniatures")
-    args = parser.parse_args()
-    work = args.work.resolve()
-    work.mkdir(parents=True, exist_ok=True)
-    python, source = build(work)
-    config = replace(tiny_model(), vocab_size=512, num_layers=6, full_attention_layers=(2, 5), attn_res_block_size=2)
-    config = replace(config, rms_norm_eps=1e-6)
-    results = [
-        compare("k3", config, work, python, source),
-        compare("kimi-linear", as_kimi_linear(config), work, python, source),
-    ]
-    print("agreed" if all(results) else f"BEYOND {TOLERANCE:g}")
-    return 0 if all(results) else 1
+    work = parser.parse_args().work.resolve()
+    try:
+        rows = compare_all(work / "miniatures", build(work))
+    except KeyboardInterrupt:
+        print("\ninterop: stopped; the same command goes on from here", file=sys.stderr)
+        return 130
+    except (BuildError, TercetError, OSError) as error:
+        print(f"interop: {error}", file=sys.stderr)
+        return 2
+    show(rows)
+    return 0 if all(row.passed for row in rows) else 1
 
 
 if __name__ == "__main__":
