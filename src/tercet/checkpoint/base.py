@@ -72,6 +72,10 @@ class Base:
         """Return the dtype *weight* was published in."""
         return self._dtypes.get(self.layout.prefix + weight.name)
 
+    def repeated(self, tensor: StoredTensor) -> bool:
+        """Whether the copy *tensor* was published beside the weight it repeats."""
+        return tensor.name in self._dtypes
+
     def was_packed(self, weight: Weight) -> bool:
         """Whether *weight* was published as MXFP4."""
         return f"{self.layout.prefix}{weight.name}_packed" in self.directory.entries
@@ -94,6 +98,10 @@ class Base:
     def config_file(self) -> Path:
         """The published ``config.json``."""
         return self.directory.path / "config.json"
+
+    def check_copies(self) -> None:
+        """See `CheckpointDirectory.check_copies`; a run keeps no copies, they were compared when it was imported."""
+        self.directory.check_copies()
 
     def copy_companions(self, target: Path) -> None:
         """Copy the files that travel with the weights."""

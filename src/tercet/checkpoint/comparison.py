@@ -47,7 +47,13 @@ def _values(directory: CheckpointDirectory, weight: Weight) -> Tensor:
 
 
 def compare_weights(a: CheckpointDirectory, b: CheckpointDirectory) -> WeightReport:
-    """Compare weight by weight, decoding MXFP4; vision tensors are compared where both carry them."""
+    """Compare weight by weight, decoding MXFP4; vision tensors are compared where both carry them.
+
+    Raises:
+        CheckpointError: either repeats its head or embedding with other bytes.
+    """
+    for side in (a, b):
+        side.check_copies()
     report = WeightReport()
     mine, theirs = ({w.name: w for w in weights(side.model)} for side in (a, b))
     for name, weight in mine.items():

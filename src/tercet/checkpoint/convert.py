@@ -83,7 +83,12 @@ def plan(
         dtype: safetensors dtype of plain matrices; None takes what *kept* says, else BF16.
         kept: an earlier checkpoint of the same model.
         vision: vision settings when vision tensors are carried.
+
+    Raises:
+        CheckpointError: *kept* repeats head or embedding in its MTP layer with other bytes.
     """
+    if kept is not None:
+        kept.check_copies()
 
     def quantised(weight: Weight) -> bool:
         if experts == "keep":
@@ -96,6 +101,8 @@ def plan(
             if dtype is None and earlier is not None and tensor.part == "whole":
                 tensor = tensor._replace(dtype=earlier)
             yield tensor
+        if kept is not None and kept.layout is chosen:
+            yield from filter(kept.repeated, chosen.repeats(source.model))
 
     return list(written())
 
@@ -111,7 +118,7 @@ class _Provider:
         weight = tensor.weight
         if weight is None:
             return (self.kept or self.source).tensor(tensor.name)
-        if tensor.part != "whole":
+        if tensor.part in ("packed", "scale"):
             packed = self._packed(weight)
             return packed.packed if tensor.part == "packed" else packed.scale
         value = self.source.weight(weight)

@@ -81,6 +81,8 @@ class CheckpointDirectory:
                     where = self.files[published]
                     raise CheckpointError(f"{path}: tensor {published!r} is in both {where} and {file}")
                 self.entries[published], self.files[published] = entry, file
+        self.copies = {tensor.name: tensor for tensor in chosen.repeats(model) if tensor.name in self.entries}
+        """Second copies of head and embedding in the MTP layer."""
         self.skipped = sorted(name for name in self.entries if chosen.skipped(name, model))
         self.expected = chosen.expected(model, vision, self.entries)
         self._mapped: _Mapping | None = None
@@ -122,7 +124,7 @@ class CheckpointDirectory:
     def problems(self) -> list[str]:
         """List every deviation from the layout, naming the tensor and what was expected."""
         found: list[str] = []
-        for name, tensor in self.expected.items():
+        for name, tensor in {**self.expected, **self.copies}.items():
             entry = self.entries.get(name)
             if entry is None:
                 found.append(f"missing tensor {name!r} (expected {tensor.dtype} {list(tensor.shape)})")
@@ -131,7 +133,7 @@ class CheckpointDirectory:
                 found.append(f"{name!r} has shape {list(entry.shape)}, expected {list(tensor.shape)}")
             if entry.dtype not in tensor.readable_dtypes:
                 found.append(f"{name!r} is {entry.dtype}, expected {' or '.join(tensor.readable_dtypes)}")
-        unknown = self.entries.keys() - self.expected.keys() - set(self.skipped)
+        unknown = self.entries.keys() - self.expected.keys() - self.copies.keys() - set(self.skipped)
         found += [f"unexpected tensor {name!r}" for name in sorted(unknown)]
         return found
 
@@ -139,10 +141,9 @@ class CheckpointDirectory:
         """Count tensors outside the shard of the published placement; harmless, but not the published files."""
         if len(self.headers) != self.layout.shard_count(self.model, self.vision):
             return len(self.entries)
-        names = {
-            n: self.layout.shard_name(n, len(self.headers)) for n in {tensor.shard for tensor in self.expected.values()}
-        }
-        return sum(self.files.get(name) != names[tensor.shard] for name, tensor in self.expected.items())
+        tensors = {**self.expected, **self.copies}
+        names = {n: self.layout.shard_name(n, len(self.headers)) for n in {tensor.shard for tensor in tensors.values()}}
+        return sum(self.files.get(name) != names[tensor.shard] for name, tensor in tensors.items())
 
     @property
     def nbytes(self) -> int:
@@ -167,6 +168,22 @@ class CheckpointDirectory:
             except (OSError, ValueError) as error:
                 raise CheckpointError(f"cannot map {header.path}: {error}") from error
         return self._mapped.tensor(self.entries[name])
+
+    def check_copies(self) -> None:
+        """Compare head and embedding with their copies in the MTP layer, byte by byte. Reads the data.
+
+        Raises:
+            CheckpointError: one is not a copy; the message names it.
+        """
+        for name, copy in self.copies.items():
+            assert copy.weight is not None
+            original = self.layout.prefix + copy.weight.name
+            kept = _Mapping(self.headers[self.files[original]]).tensor(self.entries[original])
+            if not torch.equal(kept.view(torch.uint8), self.tensor(name).view(torch.uint8)):
+                raise CheckpointError(
+                    f"{self.path}: {name!r} is not a copy of {original!r}, and the multi-token-prediction layer has no "
+                    "head or embedding of its own; make the two equal, or set num_nextn_predict_layers to 0"
+                )
 
     def is_packed(self, weight: Weight) -> bool:
         """Whether *weight* is stored as MXFP4."""

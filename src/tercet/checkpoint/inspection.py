@@ -48,7 +48,7 @@ def summarize(directory: CheckpointDirectory) -> Summary:
         by_dtype = dtypes.setdefault(entry.dtype, [0, 0])
         by_dtype[0] += 1
         by_dtype[1] += entry.nbytes
-        tensor = directory.expected.get(name)
+        tensor = directory.expected.get(name) or directory.copies.get(name)
         row = components.setdefault(tensor.component if tensor else "unknown", [0, 0])
         row[1] += entry.nbytes
         if tensor is None or tensor.part == "whole":

@@ -42,7 +42,8 @@ DTYPE_BYTES = {
 
 FLOATS = ("BF16", "F16", "F32")
 
-Part = Literal["whole", "packed", "scale"]
+Part = Literal["whole", "packed", "scale", "copy"]
+"""A copy repeats a weight that is also stored under its own name."""
 
 
 class StoredTensor(NamedTuple):
@@ -153,6 +154,20 @@ class Layout:
 
         return {tensor.name: tensor for tensor in self.stored(config, vision, quantised=packed)}
 
+    def repeats(self, config: ModelConfig) -> Iterator[StoredTensor]:
+        """Yield what files may hold a second time: head and embedding, which the MTP layer shares with the model.
+
+        Some writers repeat them beside the layer so that it can be loaded alone (model.md §9, checkpoint.md §8.8).
+        They are read as copies, never as weights of their own.
+        """
+        if config.num_nextn_predict_layers == 0:
+            return
+        layer = config.num_layers
+        for weight in weights(config):
+            if suffix := _REPEATED.get(weight.name):
+                name = f"{self.prefix}model.layers.{layer}.{suffix}"
+                yield StoredTensor(name, "BF16", weight.shape, layer, "repeated head and embedding", weight, "copy")
+
     def shard_count(self, config: ModelConfig, vision: Mapping[str, Any] | None = None) -> int:
         """Shards of the published placement."""
         return config.num_layers + config.num_nextn_predict_layers + 1 + (2 if vision is not None else 0)
@@ -179,6 +194,9 @@ class Layout:
 
 
 _DENSE_ALIAS = re.compile(r"^model\.layers\.(\d+)\.block_sparse_moe\.((?:gate|up|down)_proj\.weight)$")
+
+_REPEATED = {"lm_head.weight": "shared_head.head.weight", "model.embed_tokens.weight": "embed_tokens.weight"}
+"""Name within the MTP layer by the name of the weight it repeats."""
 
 LAYOUTS = {
     "k3": Layout("k3", "language_model.", quantised=True, any_float=False, index_digits=6),

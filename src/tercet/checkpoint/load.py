@@ -59,9 +59,10 @@ def load_weights(model: CausalLM, directory: CheckpointDirectory, *, show: bool 
     """Copy all weights into *model*, in the order in which files hold them.
 
     Raises:
-        CheckpointError: the directory belongs to another architecture.
+        CheckpointError: the directory belongs to another architecture, or repeats its head with other bytes.
     """
     check_same_model(model.config, directory.model, str(directory.path))
+    directory.check_copies()
     targets = dict(published_tensors(model))
     wanted = [tensor for tensor in directory.in_file_order() if tensor.weight is not None and tensor.part != "scale"]
     total = sum(directory.entries[tensor.name].nbytes for tensor in wanted)

@@ -103,10 +103,16 @@ def _verify(args: argparse.Namespace) -> int:
     print(_headline(directory))
     if directory.skipped:
         print(f"note: {len(directory.skipped)} tensors of a multi-token-prediction layer are there but not configured")
+    for note in _copies(directory):
+        print(f"note: {note}; the bytes are compared when they are read")
     if misplaced := directory.misplaced() if not problems and directory.layout.name == "k3" else 0:
         print(f"note: {misplaced:,} tensors lie in other shards than in the published placement")
     print(f"{len(problems):,} problems" if problems else "sound: every tensor is there, with its shape and dtype")
     return 1 if problems else 0
+
+
+def _copies(directory: CheckpointDirectory) -> list[str]:
+    return [f"{name} repeats {copy.weight.name}" for name, copy in directory.copies.items() if copy.weight]
 
 
 def _headline(directory: CheckpointDirectory) -> str:
@@ -200,9 +206,12 @@ def _compare_layers(args: argparse.Namespace, a: CheckpointDirectory, b: Checkpo
 
 
 def _import(args: argparse.Namespace) -> int:
+    from tercet.checkpoint.directory import CheckpointDirectory
     from tercet.checkpoint.runs import import_checkpoint
 
     path = import_checkpoint(args.directory, args.run, dtype=args.dtype)
+    for note in _copies(CheckpointDirectory.open(args.directory)):
+        print(f"{note}, byte for byte; it is held once, and written twice on export")
     print(f"wrote {path}; next: tercet checkpoint inspect {path}")
     return 0
 
