@@ -30,6 +30,11 @@ def published_tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def verifier_folder() -> Path:
+    return VERIFIER
+
+
+@pytest.fixture(scope="session")
 def vendor_cases() -> Path:
     path = VERIFIER / "prompt_token_cases.jsonl"
     if not path.is_file():

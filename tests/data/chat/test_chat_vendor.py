@@ -57,6 +57,37 @@ def test_worked_counts(request_, reported, published_tokenizer) -> None:
     assert count(request_, published_tokenizer) - PENDING == reported
 
 
+@pytest.mark.parametrize(("file", "cases"), [("cases.jsonl", 44), ("cases.partial.jsonl", 8)])
+def test_the_verifiers_own_files(file, cases, verifier_folder, published_tokenizer) -> None:
+    """All text constants, and the continued assistant messages, of the verifier's ``testdata/prompt_token_cases``.
+
+    The verifier's repository keeps both files in Git LFS, so a clone without LFS has only pointers to them.
+    """
+    path = verifier_folder / file
+    if not path.is_file() or path.read_bytes().startswith(b"version https://git-lfs"):
+        pytest.skip(f"{file} of the vendor verifier's testdata/prompt_token_cases (Git LFS) is not at {path}")
+    listed = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    assert len(listed) == cases
+    got = {case["id"]: count(case["request"], published_tokenizer) - PENDING for case in listed}
+    assert got == {case["id"]: case["expected_prompt_tokens"] for case in listed}
+
+
+def test_a_schema_costs_what_the_verifier_says(published_tokenizer) -> None:
+    """The pair 36 / 119 of its response-format tests: the same question without and with a schema, in instruct mode.
+
+    Segments are encoded apart, so the difference of 83 belongs to the schema alone, whatever the question was.
+    """
+    schema = {
+        "type": "object",
+        "properties": {"capital": {"type": "boolean"}},
+        "required": ["capital"],
+        "additionalProperties": False,
+    }
+    without = {"messages": [{"role": "user", "content": "Is Oslo a capital?"}], "thinking": {"type": "disabled"}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "capital_answer", "schema": schema}}}
+    assert count(without | asked, published_tokenizer) - count(without, published_tokenizer) == 119 - 36
+
+
 def test_worked_example_two_calls_out_of_order(published_tokenizer) -> None:
     call = [
         {"id": "a", "function": {"name": "get_weather", "arguments": '{"location":"Oslo","days":2}'}},
