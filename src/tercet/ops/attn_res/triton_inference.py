@@ -1,9 +1,9 @@
 """The two-phase form of Attention Residuals on the GPU, for inference (report §5.4.2, kernels.md §7).
 
 Phase 1 answers all J queries of a block. `_score_kernel` forms the scores of a tile of tokens and one source as a
-matrix product (fp32 accuracy from three tf32 products); `_value_kernel` turns a token's scores ``[J, n]`` into weights and
-multiplies them with its sources ``[n, D]``.
-Phase 2, `_merge_kernel`, adds the one source that changes, in one pass. No gradients: training mixes directly.
+matrix product (fp32 accuracy from three tf32 products); `_value_kernel` turns a token's scores ``[J, n]`` into weights
+and multiplies them with its sources ``[n, D]``. Phase 2, `_merge_kernel`, adds the one source that changes, in one
+pass. No gradients: training mixes directly.
 
 Shapes: n sources, T tokens, D width, J queries.
 """
