@@ -2,31 +2,30 @@
 
 Forward is two launches, `triton_prepare` (parallel over tiles) and `triton_recurrence` (serial over tiles). Backward
 keeps only the raw inputs and a state at every slab boundary; `triton_backward` redoes a slab of tiles at a time, last
-slab first, so the states and adjoints it holds do not grow with the length.
+slab first, so the states and adjoints it holds do not grow with the length. Where heads × sequences cannot fill the
+GPU, long sequences are walked in pieces side by side, whose start states `triton_fold` finds first.
 
 Shapes: T flat tokens, N sequences, X tiles of C = 16 tokens, H heads, K key width, V value width.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tercet.ops.gpu import float_refusal, operator
+from tercet.ops.gpu import float_refusal, multiprocessors, operator
 from tercet.ops.kda.triton_backward import rebuild_states, tile_gradients, walk_back
+from tercet.ops.kda.triton_fold import chain, fold, fold_adjoint
 from tercet.ops.kda.triton_math import LOG2E, TILE
-from tercet.ops.kda.triton_plan import Tiles, plan_slabs, plan_tiles, slab_count
+from tercet.ops.kda.triton_plan import BLOCK_V, Pieces, Slab, Tiles, plan_pieces, plan_splits, plan_tiles, wanted_pieces
 from tercet.ops.kda.triton_prepare import prepare_tile
 from tercet.ops.kda.triton_recurrence import walk_tiles
 from tercet.ops.packing import sequence_lengths
 
 WIDTHS = (16, 32, 64, 128)
 """Key and value widths the kernels are built for."""
-BLOCK_V = 64
-"""Value channels a recurrence program owns: one warp group's rows of the state."""
 PREPARE = {"VECTOR": 0, "num_warps": 2}
 WALK = {"STAGES": 5, "num_warps": 4}
 WALK_BACK = {"STAGES": 3, "num_warps": 4}
@@ -48,8 +47,6 @@ def declines(
     cu_seqlens: Tensor | None,
 ) -> str | None:
     """Return why these inputs cannot run here, or None."""
-    if lower_bound is None:
-        return "the softplus gate is unbounded, and 16-token tiles need every gate ≥ −5 to stay in range"
     if refusal := float_refusal(q, k, v, z, b):
         return refusal
     if q.shape[-1] not in WIDTHS or v.shape[-1] not in WIDTHS:
@@ -79,13 +76,12 @@ def call(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `tercet.ops.kda.fused_kda`."""
-    assert lower_bound is not None
     lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
     if scale is None:
         scale = q.shape[-1] ** -0.5
     rows = [x.flatten(0, 1) for x in (q, k, v, z, b)]
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, A_log, dt_bias, state) if x is not None)
-    o, final, _, _ = _forward(*rows, A_log, dt_bias, state, lengths, scale, lower_bound, trained)
+    o, final, *_ = _forward(*rows, A_log, dt_bias, state, lengths, wanted_pieces(), scale, lower_bound, trained)
     return o.view(v.shape), final
 
 
@@ -94,7 +90,7 @@ _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor z, Tensor b, Tensor A_log, Tenso
 
 @operator(
     "tercet::fused_kda",
-    schema=f"({_INPUTS}, int[] lengths, float scale, float lower_bound, bool trained) -> "
+    schema=f"({_INPUTS}, int[] lengths, int pieces, float scale, float? lower_bound, bool trained) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(
@@ -107,44 +103,44 @@ def _forward(
     dt_bias: Tensor,
     state: Tensor | None,
     lengths: tuple[int, ...],
+    pieces: int,
     scale: float,
-    lower_bound: float,
+    lower_bound: float | None,
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Forward on flat tokens ``[T, H, …]``.
+    """Forward on flat tokens ``[T, H, …]``; *pieces* as in `use_pieces`.
 
     Returns:
-        o, the final state ``[N, H, V, K]``, the state at every slab boundary (empty unless *trained*), and the bits of
-        the largest ``|v|`` per sequence and head.
+        o, the final state ``[N, H, V, K]``, the bits of the largest ``|v|`` per sequence and head, and the state at
+        every inner edge between pieces.
     """
     rows = unit_stride(q, k, v, z, b)
-    plan = plan_tiles(tuple(lengths), q.device)
-    work = prepare(rows, A_log, dt_bias, plan, rows[2], scale, lower_bound, save=False)
-    slabs = plan_slabs(plan, q.shape[1]) if trained else ((0, plan.total),)
-    exports = _slab_ends(plan, slabs) if len(slabs) > 1 else None
-    o, final, boundaries = walk(rows[2], work, plan, state, exports, len(slabs) - 1)
-    return o, final, boundaries, work[4]
+    tiles = plan_tiles(tuple(lengths), q.device)
+    plan = cut(lengths, pieces, v, q.shape[2], trained)
+    work = prepare(rows, A_log, dt_bias, tiles, rows[2], scale, lower_bound, save=False)
+    o, final, edges = walk(rows[2], work, plan, state, len(lengths))
+    return o, final, work[4], edges
 
 
 @_forward.register_fake
 def _shapes(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, lengths, _, _, trained = others
+    _, lengths, pieces, _, _, trained = others
     H, V, K, N = *v.shape[1:], q.shape[2], len(lengths)
-    boundaries = slab_count(sum(-(-n // TILE) for n in lengths), H) - 1 if trained else 0
+    slots = cut(lengths, pieces, v, K, trained).slots
     return (
         v.new_empty(v.shape),
         v.new_empty(N, H, V, K, dtype=torch.float32),
-        v.new_empty(boundaries, H, V, K, dtype=torch.float32),
         v.new_empty(N, H, dtype=torch.int32),
+        v.new_empty(slots, H, V, K, dtype=torch.float32),
     )
 
 
 @operator(
     "tercet::fused_kda_backward",
-    schema=f"(Tensor d_o, Tensor d_final, {_INPUTS}, Tensor boundaries, Tensor v_max, int[] lengths, float scale, "
-    f"float lower_bound) -> ({', '.join(['Tensor'] * 8)})",
+    schema=f"(Tensor d_o, Tensor d_final, {_INPUTS}, Tensor v_max, Tensor edges, "
+    f"int[] lengths, int pieces, float scale, float? lower_bound) -> ({', '.join(['Tensor'] * 8)})",
 )
 def _backward(
     d_o: Tensor,
@@ -157,31 +153,38 @@ def _backward(
     A_log: Tensor,
     dt_bias: Tensor,
     state: Tensor | None,
-    boundaries: Tensor,
     v_max: Tensor,
+    edges: Tensor,
     lengths: tuple[int, ...],
+    pieces: int,
     scale: float,
-    lower_bound: float,
+    lower_bound: float | None,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, z, b, A_log, dt_bias and the initial state."""
     rows = unit_stride(q, k, v, z, b)
     (d_o,) = unit_stride(d_o)
-    plan = plan_tiles(tuple(lengths), q.device)
-    carry = d_final.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in rows]
     H, K = q.shape[1:]
-    d_bias = torch.empty(plan.total, H, K, dtype=torch.float32, device=q.device)
-    d_slope = torch.empty(plan.total, H, dtype=torch.float32, device=q.device)
-    d_write = torch.empty(
-        v.shape[2] // min(BLOCK_V, v.shape[2]), plan.total, H, TILE, dtype=torch.float32, device=q.device
-    )
-    work = prepare(rows, A_log, dt_bias, plan, d_o, scale, lower_bound, save=True)
-    for slab, (low, high) in reversed(list(enumerate(plan_slabs(plan, H)))):
-        boundary = boundaries[slab - 1] if slab else carry
-        kept = _walk_slab(rows[2], d_o, grads[2], d_write, work, v_max, plan, state, boundary, carry, low, high)
-        _gradients(rows, A_log, dt_bias, d_o, grads, kept, (d_bias, d_slope), plan, scale, lower_bound, low, high)
-    grads[4].copy_(_write_gradient(d_write.sum(0), b, plan))
-    return (*grads, d_slope.sum(0).to(A_log.dtype), d_bias.sum(0).to(dt_bias.dtype), carry)
+    tiles = plan_tiles(tuple(lengths), q.device)
+    plan = cut(lengths, pieces, v, K, True)
+    d_final = d_final.to(torch.float32).contiguous()
+    d_state, d_edges = d_final.clone(), torch.empty_like(edges)
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in rows]
+    d_bias = torch.empty(tiles.total, H, K, dtype=torch.float32, device=q.device)
+    d_slope = torch.empty(tiles.total, H, dtype=torch.float32, device=q.device)
+    blocks = v.shape[2] // min(BLOCK_V, v.shape[2])
+    d_write = torch.empty(blocks, tiles.total, H, TILE, dtype=torch.float32, device=q.device)
+    work = prepare(rows, A_log, dt_bias, tiles, d_o, scale, lower_bound, save=True)
+    initial = state if state is None else state.contiguous()
+    for slab in reversed(plan.slabs):
+        if len(slab.folds):
+            transitions = edges.new_empty(plan.slots, H, K, K)
+            fold_adjoint(d_o, work, slab.folds, d_final, d_edges, transitions)
+            chain(d_edges, transitions, slab.chains, reverse=True)
+        adjoints = d_final, d_edges, d_state
+        kept = _walk_slab(rows[2], d_o, grads[2], d_write, work, v_max, slab, initial, edges, adjoints)
+        _gradients(rows, A_log, dt_bias, d_o, grads, kept, (d_bias, d_slope), tiles, scale, lower_bound, slab)
+    grads[4].copy_(_write_gradient(d_write.sum(0), b, tiles))
+    return (*grads, d_slope.sum(0).to(A_log.dtype), d_bias.sum(0).to(dt_bias.dtype), d_state)
 
 
 @_backward.register_fake
@@ -194,19 +197,18 @@ def _gradient_shapes(
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, lengths, scale, lower_bound, _ = inputs
+    *tensors, lengths, pieces, scale, lower_bound, _ = inputs
     ctx.save_for_backward(*tensors, *output[2:])
-    ctx.constants = lengths, scale, lower_bound
+    ctx.constants = lengths, pieces, scale, lower_bound
     ctx.mark_non_differentiable(*output[2:])
 
 
 def _gradient(ctx: Any, d_o: Tensor, d_final: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    lengths, scale, lower_bound = ctx.constants
     saved = ctx.saved_tensors  # unpacked once: checkpointing allows no second time
     state = saved[7]
     grads_of = torch.ops.tercet.fused_kda_backward
-    *grads, d_state = grads_of(d_o, d_final, *saved, lengths, scale, lower_bound)
-    return (*grads, None if state is None else d_state.to(state.dtype), None, None, None, None)
+    *grads, d_state = grads_of(d_o, d_final, *saved, *ctx.constants)
+    return (*grads, None if state is None else d_state.to(state.dtype), None, None, None, None, None)
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)
@@ -217,6 +219,18 @@ def unit_stride(*rows: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in rows)
 
 
+def cut(lengths: tuple[int, ...], pieces: int, v: Tensor, width: int, trained: bool) -> Pieces:
+    """Return the pieces of a batch with values *v* ``[T, H, V]`` and keys of *width*; *pieces* as in `use_pieces`."""
+    H, V = v.shape[1:]
+    if pieces:
+        splits = (pieces,) * len(lengths)
+    else:
+        counts = tuple(-(-n // TILE) for n in lengths)
+        blocks, fold_blocks = V // min(BLOCK_V, V), (V + width) // min(BLOCK_V, V, width)
+        splits = plan_splits(counts, H, blocks, fold_blocks, multiprocessors(v.device))
+    return plan_pieces(tuple(lengths), splits, H, trained, v.device)
+
+
 def prepare(
     rows: tuple[Tensor, ...],
     A_log: Tensor,
@@ -224,7 +238,7 @@ def prepare(
     plan: Tiles,
     ranged: Tensor,
     scale: float,
-    lower_bound: float,
+    lower_bound: float | None,
     *,
     save: bool,
 ) -> tuple[Tensor, ...]:
@@ -241,34 +255,51 @@ def prepare(
     strides = [n for x in (q, k, ranged, z) for n in x.stride()[:2]]
     prepare_tile[(H * X,)](
         *(q, k, ranged, z, b, A_log, dt_bias.contiguous(), plan.tiles, wide, k_hat, small, decay, largest, write),
-        *(*strides, b.stride(0), scale, lower_bound * LOG2E),
-        **dict(H=H, K=K, V=ranged.shape[2], C=TILE, SAVE=save, LOG2E=LOG2E, **PREPARE),
+        *(*strides, b.stride(0), scale, (lower_bound or 0.0) * LOG2E),
+        **dict(H=H, K=K, V=ranged.shape[2], C=TILE, BOUNDED=lower_bound is not None, SAVE=save, LOG2E=LOG2E, **PREPARE),
     )
     return wide, k_hat, small, decay, largest, write
 
 
 def walk(
-    v: Tensor, work: tuple[Tensor, ...], plan: Tiles, state: Tensor | None, exports: Tensor | None, slots: int
+    v: Tensor,
+    work: tuple[Tensor, ...],
+    plan: Pieces,
+    state: Tensor | None,
+    sequences: int,
+    exports: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run `walk_tiles`: output, final state, and the states asked for by *exports*."""
+    """Run `walk_tiles`, where something is split after finding every piece's state with `fold` and `chain`.
+
+    *exports* is a table of slots by tile and what receives the states, both as in `walk_tiles`.
+
+    Returns:
+        Output, final state, and the states at the edges of *plan*.
+    """
     T, H, V = v.shape
-    K, N = work[3].shape[-1], len(plan.counts)
+    K = work[3].shape[-1]
     o = v.new_empty(T, H, V)
-    final = v.new_empty(N, H, V, K, dtype=torch.float32)
-    exported = v.new_empty(slots, H, V, K, dtype=torch.float32)
+    final = v.new_empty(sequences, H, V, K, dtype=torch.float32)
+    edges = v.new_empty(plan.slots, H, V, K, dtype=torch.float32)
+    initial = state if state is None else state.contiguous()
+    if len(plan.folds):
+        transitions = v.new_empty(plan.slots, H, K, K, dtype=torch.float32)
+        fold(v, work, plan.folds, initial, edges, transitions)
+        chain(edges, transitions, plan.chains)
+    table, exported = (plan.exports, edges) if exports is None else exports
     block = min(BLOCK_V, V)
-    walk_tiles[(V // block, H, N)](
-        *(v, o, *work[:5], plan.sequences, state if state is None else state.contiguous(), final, exports, exported),
-        *v.stride()[:2],
+    walk_tiles[(V // block, H, len(plan.runs))](
+        *(v, o, *work[:5], plan.runs, initial, edges, final, table, exported, *v.stride()[:2]),
         H=H,
         K=K,
         V=V,
         BV=block,
         C=TILE,
         MATRICES=work[2].shape[2],
-        **dict(HAS_INITIAL=state is not None, HAS_EXPORTS=exports is not None, **WALK),
+        HAS_INITIAL=state is not None,
+        **dict(HAS_STARTS=len(plan.folds) > 0, HAS_EXPORTS=table is not None, EXACT=v.dtype == torch.float32, **WALK),
     )
-    return o, final, exported
+    return o, final, edges
 
 
 def _walk_slab(
@@ -278,35 +309,34 @@ def _walk_slab(
     d_write: Tensor,
     work: tuple[Tensor, ...],
     v_max: Tensor,
-    plan: Tiles,
-    state: Tensor | None,
-    boundary: Tensor,
-    carry: Tensor,
-    low: int,
-    high: int,
+    slab: Slab,
+    initial: Tensor | None,
+    edges: Tensor,
+    adjoints: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return S before and D after every tile of a slab, e, and β; fills its part of *d_v*, *d_write*; moves *carry*."""
+    """Return S before and D after every tile of a slab, e, and β; fills its part of *d_v*, *d_write*, *adjoints*.
+
+    *adjoints* are those of the final states, of the edges and of the initial states.
+    """
     *planes, d_o_max, write = work
     H, V = v.shape[1:]
     K = work[3].shape[-1]
-    first, last = plan.sequences_of(low, high)
-    states, adjoints = (v.new_empty(high - low, H, V, K, dtype=torch.bfloat16) for _ in range(2))
-    errors = v.new_empty(high - low, H, TILE, V, dtype=torch.bfloat16)
+    count = slab.high - slab.low
+    states, after = (v.new_empty(count, H, V, K, dtype=torch.bfloat16) for _ in range(2))
+    errors = v.new_empty(count, H, TILE, V, dtype=torch.bfloat16)
     block = min(BLOCK_V, V)
-    grid = (V // block, H, last - first)
-    shape = {"H": H, "K": K, "V": V, "BV": block, "C": TILE}
-    span = (first, low, high)
-    initial = state if state is None else state.contiguous()
+    grid = (V // block, H, len(slab.pieces))
+    shape = {"H": H, "K": K, "V": V, "BV": block, "C": TILE, "EXACT": v.dtype == torch.float32}
     rebuild_states[grid](
-        *(v, *planes, v_max, plan.sequences, initial, boundary, write, states, errors, *v.stride()[:2], *span),
-        **dict(HAS_INITIAL=state is not None, **shape, **WALK),
+        *(v, *planes, v_max, slab.pieces, initial, edges, write, states, errors, *v.stride()[:2], slab.low),
+        **dict(HAS_INITIAL=initial is not None, HAS_STARTS=len(edges) > 0, **shape, **WALK),
     )
     walk_back[grid](
-        *(d_o, d_v, *planes, d_o_max, plan.sequences, write, errors, carry, adjoints, d_write, *d_o.stride()[:2]),
-        *(*span, plan.total),
+        *(d_o, d_v, *planes, d_o_max, slab.pieces, write, errors, *adjoints, after, d_write, *d_o.stride()[:2]),
+        *(slab.low, d_write.shape[1]),
         **dict(**shape, **WALK_BACK),
     )
-    return states, adjoints, errors, write
+    return states, after, errors, write
 
 
 def _write_gradient(d_beta: Tensor, b: Tensor, plan: Tiles) -> Tensor:
@@ -323,28 +353,18 @@ def _gradients(
     grads: list[Tensor],
     kept: tuple[Tensor, ...],
     parts: tuple[Tensor, Tensor],
-    plan: Tiles,
+    tiles: Tiles,
     scale: float,
-    lower_bound: float,
-    low: int,
-    high: int,
+    lower_bound: float | None,
+    slab: Slab,
 ) -> None:
-    """Run `tile_gradients` on tiles [low, high)."""
+    """Run `tile_gradients` on the tiles of a slab."""
     q, k, v, z, _ = rows
     d_q, d_k, d_v, d_z, _ = grads
     H, K = q.shape[1:]
     strides = [n for x in (q, k, z, d_o) for n in x.stride()[:2]]
-    tile_gradients[(H * (high - low),)](
-        *(q, k, z, A_log, dt_bias.contiguous(), d_o, d_v, plan.tiles, *kept, d_q, d_k, d_z, *parts, *strides),
-        *(scale, lower_bound * LOG2E, low),
-        **dict(H=H, K=K, V=v.shape[2], C=TILE, LOG2E=LOG2E, **GRADIENTS),
+    tile_gradients[(H * (slab.high - slab.low),)](
+        *(q, k, z, A_log, dt_bias.contiguous(), d_o, d_v, tiles.tiles, *kept, d_q, d_k, d_z, *parts, *strides),
+        *(scale, (lower_bound or 0.0) * LOG2E, slab.low),
+        **dict(H=H, K=K, V=v.shape[2], C=TILE, BOUNDED=lower_bound is not None, LOG2E=LOG2E, **GRADIENTS),
     )
-
-
-@lru_cache(maxsize=64)
-def _slab_ends(plan: Tiles, slabs: tuple[tuple[int, int], ...]) -> Tensor:
-    """Export table: the last tile of every slab but the last writes its state to that slab's slot."""
-    slots = torch.full((plan.total,), -1, dtype=torch.int32)
-    for slot, (_, high) in enumerate(slabs[:-1]):
-        slots[high - 1] = slot
-    return slots.to(plan.tiles.device)

@@ -1,8 +1,8 @@
 """Gradients of KDA in three kernels over a slab of tiles; nothing but the raw inputs comes from the forward pass.
 
-`rebuild_states` walks a slab forwards again and keeps the state S before every tile and the errors e (u = β e).
-`walk_back` carries the adjoint ``D = ∂loss/∂S`` from the last tile to the first and keeps it too; with the names of
-`triton_prepare`
+`rebuild_states` walks the pieces of a slab forwards again and keeps the state S before every tile and the errors e
+(u = β e). `walk_back` carries the adjoint ``D = ∂loss/∂S`` from a piece's last tile to its first and keeps it too; with
+the names of `triton_prepare`
 
     dU = K̂ D + Aᵀ dO     dV = INVᵀ dU     dβ_r = ((I + β L₀)⁻ᵀ dU)_r · e_r     D ← γ_C D − Wᵀ K̂ D + Q'ᵀ dO
 
@@ -15,8 +15,9 @@
 
     dG_r = X dX + Y dY − K⁻ dK⁻ − K̂ dK̂      dg_t = Σ_{r ≥ t} dG_r + Σ_r K̂ dK̂ + γ_C Σ_v S D
 
-and finally the gate, norm and sigmoid backwards. Sums over tokens leave as one partial a tile and are added in a fixed
-order, so two runs agree to the bit.
+and finally the gate, norm and sigmoid backwards. Without a floor on the gate, where 1/Γ does not exist, E and F go
+through `triton_gate` instead, and dg is summed from terms that each hold the decay of g. Sums over tokens leave as one
+partial a tile and are added in a fixed order, so two runs agree to the bit.
 """
 
 from __future__ import annotations
@@ -24,9 +25,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tercet.ops.kda.triton_math import exp2, inverse_power, narrow, power, reciprocal, sums_down, sums_up
+from tercet.ops.kda.triton_gate import pair_gradients, softplus_gate
+from tercet.ops.kda.triton_math import (
+    exp2,
+    halves,
+    inverse_power,
+    narrow,
+    power,
+    reciprocal,
+    sigmoid,
+    sums_down,
+    sums_up,
+    sums_where,
+    wide_sums_where,
+)
 from tercet.ops.kda.triton_prepare import load_rows
-from tercet.ops.kda.triton_recurrence import common_unit
+from tercet.ops.kda.triton_recurrence import common_unit, load_piece, load_state
 
 
 @triton.jit
@@ -37,17 +51,15 @@ def rebuild_states(
     small,
     decay,
     v_max,
-    sequences,
+    pieces,
     initial,
-    boundary,
+    starts,
     write,
     states,
     errors,
     stride_vt,
     stride_vh,
-    sequence0,
     tile_low,
-    tile_high,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -55,33 +67,27 @@ def rebuild_states(
     C: tl.constexpr,
     STAGES: tl.constexpr,
     HAS_INITIAL: tl.constexpr,
+    HAS_STARTS: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Write S before every tile of [tile_low, tile_high) to ``states [tiles, H, V, K]``, e to ``errors [tiles, H, C,
-    V]``.
+    """Write S before every tile of a slab to ``states [tiles, H, V, K]``, e to ``errors [tiles, H, C, V]``.
 
-    A sequence that began before the slab starts from ``boundary [H, V, K]``.
+    *pieces*, *initial* and *starts* are as in `walk_tiles`; the slab begins at *tile_low*.
     """
     split = tl.program_id(0)
     head = tl.program_id(1)
-    sequence = sequence0 + tl.program_id(2)
-    first = tl.load(sequences + 4 * sequence)
-    count = tl.load(sequences + 4 * sequence + 1)
-    token0 = tl.load(sequences + 4 * sequence + 2).to(tl.int64)
-    length = tl.load(sequences + 4 * sequence + 3)
-    skip = tl.maximum(tile_low - first, 0)
+    first, count, token0, length, sequence, before, _ = load_piece(pieces, tl.program_id(2))
     r = tl.arange(0, C)
     key = tl.arange(0, K)
     value = split * BV + tl.arange(0, BV)
     matrix = value[:, None] * K + key[None, :]
-    S_VK = tl.load(boundary + head * (V * K) + matrix, mask=skip > 0, other=0.0)
-    if HAS_INITIAL:
-        here = (sequence * H + head).to(tl.int64) * (V * K)
-        S_VK += tl.load(initial + here + matrix, mask=skip == 0, other=0.0).to(tl.float32)
+    place = head * (V * K) + matrix
+    S_VK = load_state(initial, starts, sequence, before, place, H * V * K, HAS_INITIAL, HAS_STARTS)
     unit = common_unit(tl.load(v_max + sequence * H + head), S_VK)
     shrink, grow = inverse_power(unit), power(unit)
     S_VK = S_VK * shrink
 
-    for step in tl.range(skip, tl.minimum(count, tile_high - first), num_stages=STAGES):
+    for step in tl.range(0, count, num_stages=STAGES):
         tile = first + step
         index = tile.to(tl.int64) * H + head
         w_CK = tl.load(wide + index * (2 * C * K) + C * K + r[:, None] * K + key[None, :])
@@ -95,9 +101,16 @@ def rebuild_states(
         v_VC = tl.load(v + token[None, :] * stride_vt + head * stride_vh + value[:, None], mask=inside, other=0.0)
         slot = (tile - tile_low).to(tl.int64) * H + head
         tl.store(states + slot * (V * K) + matrix, narrow(S_VK * grow).to(states.dtype.element_ty))
-        e_VC = tl.dot(S_VK.to(tl.float16), tl.trans(w_CK))
+        high, low = halves(S_VK)
+        w_KC = tl.trans(w_CK)
+        e_VC = tl.dot(high, w_KC)
+        if EXACT:
+            e_VC = tl.dot(low, w_KC, e_VC)
         e_VC = tl.dot((v_VC.to(tl.float32) * shrink).to(tl.float16), tl.trans(inverse_CC), e_VC)
-        S_VK = tl.dot((e_VC * beta_C[None, :]).to(tl.float16), k_hat_CK, S_VK * decay_K[None, :])
+        high, low = halves(e_VC * beta_C[None, :])
+        S_VK = tl.dot(high, k_hat_CK, S_VK * decay_K[None, :])
+        if EXACT:
+            S_VK = tl.dot(low, k_hat_CK, S_VK)
         out = errors + slot * (C * V) + r[None, :] * V + value[:, None]
         tl.store(out, narrow(e_VC * grow).to(errors.dtype.element_ty))
 
@@ -111,17 +124,17 @@ def walk_back(
     small,
     decay,
     d_o_max,
-    sequences,
+    pieces,
     write,
     errors,
-    carry,
+    d_final,
+    ends,
+    d_initial,
     adjoints,
     d_write,
     stride_ot,
     stride_oh,
-    sequence0,
     tile_low,
-    tile_high,
     tiles_total,
     H: tl.constexpr,
     K: tl.constexpr,
@@ -129,34 +142,30 @@ def walk_back(
     BV: tl.constexpr,
     C: tl.constexpr,
     STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """Carry D from the slab's last tile to its first; ``carry [N, H, V, K]`` holds it between slabs.
+    """Carry D from a piece's last tile to its first.
 
-    Writes D after every tile to ``adjoints [tiles, H, V, K]``, dV to its place, and this program's share of dβ to
-    ``d_write [V / BV, X, H, C]``.
+    It starts from ``d_final [N, H, V, K]`` or, where another piece follows, from its slot in ``ends``; it ends in
+    ``d_initial`` or, where the slab begins, in a slot of ends. Writes D after every tile to ``adjoints [tiles, H, V,
+    K]``, dV to its place, and this program's share of dβ to ``d_write [V / BV, X, H, C]``.
     """
     split = tl.program_id(0)
     head = tl.program_id(1)
-    sequence = sequence0 + tl.program_id(2)
-    first = tl.load(sequences + 4 * sequence)
-    count = tl.load(sequences + 4 * sequence + 1)
-    token0 = tl.load(sequences + 4 * sequence + 2).to(tl.int64)
-    length = tl.load(sequences + 4 * sequence + 3)
+    first, count, token0, length, sequence, before, after = load_piece(pieces, tl.program_id(2))
     r = tl.arange(0, C)
     pair = tl.arange(0, 2 * C)
     key = tl.arange(0, K)
     value = split * BV + tl.arange(0, BV)
     matrix = value[:, None] * K + key[None, :]
-    held = carry + (sequence * H + head).to(tl.int64) * (V * K) + matrix
-    D_VK = tl.load(held)
+    place = head * (V * K) + matrix
+    D_VK = load_state(d_final, ends, sequence, after, place, H * V * K, True, True)
     unit = common_unit(tl.load(d_o_max + sequence * H + head), D_VK)
     shrink, grow = inverse_power(unit), power(unit)
     D_VK = D_VK * shrink
-    low = tl.maximum(tile_low - first, 0)
-    high = tl.minimum(count, tile_high - first)
 
-    for back in tl.range(0, high - low, num_stages=STAGES):
-        step = high - 1 - back
+    for back in tl.range(0, count, num_stages=STAGES):
+        step = count - 1 - back
         tile = first + step
         index = tile.to(tl.int64) * H + head
         plane = wide + index * (2 * C * K) + r[:, None] * K + key[None, :]
@@ -175,9 +184,16 @@ def walk_back(
         slot = (tile - tile_low).to(tl.int64) * H + head
         tl.store(adjoints + slot * (V * K) + matrix, narrow(D_VK * grow).to(adjoints.dtype.element_ty))
         d_o16 = (d_o_VC.to(tl.float32) * shrink).to(tl.float16)
-        through_VC = tl.dot(D_VK.to(tl.float16), tl.trans(k_hat_CK))
+        high, low = halves(D_VK)
+        k_hat_KC = tl.trans(k_hat_CK)
+        through_VC = tl.dot(high, k_hat_KC)
+        if EXACT:
+            through_VC = tl.dot(low, k_hat_KC, through_VC)
         D_VK = tl.dot(d_o16, q_CK, D_VK * decay_K[None, :])
-        D_VK = tl.dot((through_VC * beta_C[None, :]).to(tl.float16), w_CK, D_VK)
+        high, low = halves(through_VC * beta_C[None, :])
+        D_VK = tl.dot(high, w_CK, D_VK)
+        if EXACT:
+            D_VK = tl.dot(low, w_CK, D_VK)
         d_u_VC = tl.dot(d_o16, A_CC, through_VC)
         both = tl.dot(d_u_VC.to(tl.float16), solves_CP) * grow
         d_v_VC, d_y_VC = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), (0, 2, 1)))
@@ -186,7 +202,10 @@ def walk_back(
         e_VC = tl.load(errors + slot * (C * V) + r[None, :] * V + value[:, None]).to(tl.float32)
         share = (split * tiles_total + tile).to(tl.int64) * H + head
         tl.store(d_write + share * C + r, tl.sum(d_y_VC * e_VC, 0))
-    tl.store(held, D_VK * grow)
+    if before == -1:
+        tl.store(d_initial + sequence.to(tl.int64) * (H * V * K) + place, D_VK * grow)
+    elif first == tile_low:  # inside of a slab another program reads that slot now
+        tl.store(ends + before.to(tl.int64) * (H * V * K) + place, D_VK * grow)
 
 
 @triton.jit
@@ -223,6 +242,7 @@ def tile_gradients(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
+    BOUNDED: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
     """All gradients of one (head, tile) that need no recurrence; see the module's formulas.
@@ -251,51 +271,70 @@ def tile_gradients(
     d_Y = tl.dot(d_o_dot, S_dot)
     d_X = -tl.dot(d_v_dot, S_dot)
     u_right = tl.trans(u_dot)
-    E_CC = narrow(tl.where(row > col, -tl.dot(d_v_dot, u_right), 0.0))
-    F_CC = narrow(tl.where(row >= col, tl.dot(d_o_dot, u_right), 0.0))
+    E_CC = tl.where(row > col, -tl.dot(d_v_dot, u_right), 0.0)
+    F_CC = tl.where(row >= col, tl.dot(d_o_dot, u_right), 0.0)
 
     z_CK = load_rows(z, token, key, head, stride_zt, stride_zh, inside, -1e30).to(tl.float32)
     slope = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias_K = tl.load(dt_bias + head * K + key).to(tl.float32)
-    odds_CK = tl.minimum(exp2(-LOG2E * slope * (z_CK + bias_K[None, :])), 1e30)
-    open_CK = reciprocal(1.0 + odds_CK)
-    G_CK = sums_down(floor2 * open_CK, row, col)
-    total_K = exp2(tl.sum(tl.where(row == C - 1, G_CK, 0.0), 0))
-    gamma_CK = exp2(G_CK)
-    inverse_gamma = exp2(-G_CK)
+    biased_CK = z_CK + bias_K[None, :]
+    if BOUNDED:
+        odds_CK = tl.minimum(exp2(-LOG2E * slope * biased_CK), 1e30)
+        open_CK = reciprocal(1.0 + odds_CK)
+        G_CK = sums_down(floor2 * open_CK, row, col)
+        total_K = exp2(tl.sum(tl.where(row == C - 1, G_CK, 0.0), 0))
+        gamma_CK = exp2(G_CK)
+    else:
+        g_CK = softplus_gate(biased_CK, slope, LOG2E)
+        high, low = halves(g_CK)
+        total_K = exp2(tl.sum(g_CK, 0))
+        gamma_CK = exp2(sums_where(col <= row, high, low))
 
     k_raw = load_rows(k, token, key, head, stride_kt, stride_kh, inside, 0.0).to(tl.float32)
     k_norm = tl.rsqrt(tl.sum(k_raw * k_raw, 1) + 1e-6)
     k_CK = k_raw * k_norm[:, None]
-    X_dot = narrow(k_CK * gamma_CK)
-    k_out_dot = narrow(k_CK * inverse_gamma)
-
     q_raw = load_rows(q, token, key, head, stride_qt, stride_qh, inside, 0.0).to(tl.float32)
     q_norm = tl.rsqrt(tl.sum(q_raw * q_raw, 1) + 1e-6)
     q_CK = q_raw * q_norm[:, None]
-    d_Y = tl.dot(F_CC, k_out_dot, d_Y)
-    d_X = tl.dot(E_CC, k_out_dot, d_X)
-    Y_dot = narrow(q_CK * (gamma_CK * scale))
-    d_k_out = tl.dot(tl.trans(F_CC), Y_dot, tl.dot(tl.trans(E_CC), X_dot))
-
     rows = token[:, None] * (H * K) + head * K + key[None, :]
-    d_query = (scale * gamma_CK) * d_Y
+    if BOUNDED:
+        inverse_gamma = exp2(-G_CK)
+        X_dot = narrow(k_CK * gamma_CK)
+        k_out_dot = narrow(k_CK * inverse_gamma)
+        E_dot = narrow(E_CC)
+        F_dot = narrow(F_CC)
+        d_Y = tl.dot(F_dot, k_out_dot, d_Y)
+        d_X = tl.dot(E_dot, k_out_dot, d_X)
+        Y_dot = narrow(q_CK * (gamma_CK * scale))
+        d_k_out = tl.dot(tl.trans(F_dot), Y_dot, tl.dot(tl.trans(E_dot), X_dot))
+        d_query = (scale * gamma_CK) * d_Y
+        d_in = gamma_CK * d_X
+        d_k_hat = d_k_hat * (total_K[None, :] * inverse_gamma)
+        d_out = inverse_gamma * d_k_out + d_k_hat
+        d_key = d_in + d_out
+        d_G = k_CK * (d_in - d_out) + q_CK * d_query
+        at_end_K = tl.sum(k_CK * d_k_hat, 0) + total_K * at_end_K
+        d_g = sums_up(d_G, row, col) + at_end_K[None, :]
+        d_z_CK = d_g * (floor2 / LOG2E * slope) * (odds_CK * open_CK) * open_CK
+        slope_terms = d_z_CK * tl.where(inside[:, None], biased_CK, 0.0)
+    else:
+        d_query = gamma_CK * d_Y
+        d_in = gamma_CK * d_X
+        d_k_hat = d_k_hat * exp2(sums_where(col > row, high, low))
+        d_key = d_in + d_k_hat
+        scaled_CK = q_CK * scale
+        d_g = wide_sums_where(col >= row, k_CK * d_in + scaled_CK * d_query)
+        d_g += wide_sums_where(col < row, k_CK * d_k_hat) + (total_K * at_end_K)[None, :]
+        d_query, d_key, d_g = pair_gradients(d_query, d_key, d_g, scaled_CK, k_CK, E_CC, F_CC, high, low, row, col)
+        d_query = scale * d_query
+        d_z_CK = -slope * sigmoid(biased_CK, LOG2E) * d_g
+        slope_terms = d_g * (g_CK / LOG2E)
+
     d_q_raw = q_norm[:, None] * (d_query - q_CK * tl.sum(q_CK * d_query, 1)[:, None])
     tl.store(d_q + rows, d_q_raw.to(d_q.dtype.element_ty), mask=inside[:, None])
-    d_in = gamma_CK * d_X
-    d_k_hat = d_k_hat * (total_K[None, :] * inverse_gamma)
-    d_out = inverse_gamma * d_k_out + d_k_hat
-    d_key = d_in + d_out
     d_k_raw = k_norm[:, None] * (d_key - k_CK * tl.sum(k_CK * d_key, 1)[:, None])
     tl.store(d_k + rows, d_k_raw.to(d_k.dtype.element_ty), mask=inside[:, None])
-
-    d_G = k_CK * (d_in - d_out) + q_CK * d_query
-    at_end_K = tl.sum(k_CK * d_k_hat, 0) + total_K * at_end_K
-    d_g = sums_up(d_G, row, col) + at_end_K[None, :]
-    d_z_CK = d_g * (floor2 / LOG2E * slope) * (odds_CK * open_CK) * open_CK
     tl.store(d_z + rows, d_z_CK.to(d_z.dtype.element_ty), mask=inside[:, None])
-    d_z_CK = tl.where(inside[:, None], d_z_CK, 0.0)
     part = tile.to(tl.int64) * H + head
-    tl.store(d_bias + part * K + key, tl.sum(d_z_CK, 0))
-    biased = tl.where(inside[:, None], z_CK + bias_K[None, :], 0.0)
-    tl.store(d_slope + part, tl.sum(tl.sum(d_z_CK * biased, 1), 0))
+    tl.store(d_bias + part * K + key, tl.sum(tl.where(inside[:, None], d_z_CK, 0.0), 0))
+    tl.store(d_slope + part, tl.sum(tl.sum(tl.where(inside[:, None], slope_terms, 0.0), 1), 0))

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tercet.ops.kda import triton_
 from tercet.ops.kda.triton_math import TILE
-from tercet.ops.kda.triton_plan import plan_tiles
+from tercet.ops.kda.triton_plan import plan_tiles, wanted_pieces
 from tercet.ops.packing import sequence_lengths
 
 
@@ -35,8 +35,8 @@ def call(
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `tercet.ops.kda.fused_kda_export`."""
-    assert lower_bound is not None
-    plan = plan_tiles(sequence_lengths(q.shape[0], q.shape[1], cu_seqlens), q.device)
+    lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
+    plan = plan_tiles(lengths, q.device)
     rows = triton_.unit_stride(*(x.flatten(0, 1) for x in (q, k, v, z, b)))
     places = sorted(set(exports))
     table = torch.full((plan.total,), -1, dtype=torch.int32)
@@ -44,6 +44,9 @@ def call(
         table[plan.ends[sequence] - plan.counts[sequence] + offset // TILE - 1] = slot
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     work = triton_.prepare(rows, A_log, dt_bias, plan, rows[2], scale, lower_bound, save=False)
-    o, final, exported = triton_.walk(rows[2], work, plan, state, table.to(q.device), len(places))
+    exported = v.new_empty(len(places), *v.shape[2:], q.shape[3], dtype=torch.float32)
+    pieces = triton_.cut(lengths, wanted_pieces(), rows[2], q.shape[3], False)
+    exports_to = table.to(q.device), exported
+    o, final, _ = triton_.walk(rows[2], work, pieces, state, len(lengths), exports_to)
     order = torch.tensor([places.index(place) for place in exports], dtype=torch.long, device=q.device)
     return o.view(v.shape), final, exported.index_select(0, order)

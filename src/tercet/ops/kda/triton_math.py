@@ -77,7 +77,7 @@ def inverse_power(field):
 
 
 @triton.jit
-def _halves(x):
+def halves(x):
     """Split fp32 into two fp16 whose sum carries 22 bits."""
     high = x.to(tl.float16)
     return high, (x - high.to(tl.float32)).to(tl.float16)
@@ -93,9 +93,9 @@ def _product(a_high, a_low, b_high, b_low):
 def _join_blocks(X, L, row, col, SIZE: tl.constexpr):
     """From inverses of diagonal blocks of SIZE to those of 2·SIZE: the new corner is −X₂ L₂₁ X₁."""
     corner = (row // (2 * SIZE) == col // (2 * SIZE)) & (row // SIZE > col // SIZE)
-    L_high, L_low = _halves(tl.where(corner, L, 0.0))
-    X_high, X_low = _halves(X)
-    inner_high, inner_low = _halves(_product(X_high, X_low, L_high, L_low))
+    L_high, L_low = halves(tl.where(corner, L, 0.0))
+    X_high, X_low = halves(X)
+    inner_high, inner_low = halves(_product(X_high, X_low, L_high, L_low))
     return X - _product(inner_high, inner_low, X_high, X_low)
 
 
@@ -114,16 +114,28 @@ def unit_lower_inverse(L, row, col):
 
 
 @triton.jit
-def sums_down(x, row, col):
-    """Prefix sums over the 16 rows of a block with |x| below 6e4, as a product with a triangle of ones (22 bits)."""
-    high, low = _halves(x)
-    ones = tl.where(row >= col, 1.0, 0.0).to(tl.float16)
+def sums_where(mask, high, low):
+    """Sums over the rows that *mask* ``[16, 16]`` selects for each row, of a block in fp16 `halves`."""
+    ones = tl.where(mask, 1.0, 0.0).to(tl.float16)
     return tl.dot(ones, low, tl.dot(ones, high))
 
 
 @triton.jit
-def sums_up(x, row, col):
-    """Suffix sums over the 16 rows of a block of any range (16 bits, in two bf16 halves)."""
+def sums_down(x, row, col):
+    """Prefix sums over the 16 rows of a block with |x| below 6e4, as a product with a triangle of ones (22 bits)."""
+    high, low = halves(x)
+    return sums_where(row >= col, high, low)
+
+
+@triton.jit
+def wide_sums_where(mask, x):
+    """Do as `sums_where` for a block of any range (16 bits, in two bf16 halves)."""
     high = narrow(x)
-    ones = narrow(tl.where(row <= col, 1.0, 0.0))
+    ones = narrow(tl.where(mask, 1.0, 0.0))
     return tl.dot(ones, narrow(x - high.to(tl.float32)), tl.dot(ones, high))
+
+
+@triton.jit
+def sums_up(x, row, col):
+    """Suffix sums over the 16 rows of a block of any range."""
+    return wide_sums_where(row <= col, x)

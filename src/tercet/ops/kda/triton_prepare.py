@@ -14,6 +14,9 @@ bits finer than bf16 and what keeps the final state under 1e-3 (a bf16 workspace
 
 The backward pass wants the error ``e = (I + L₀ β)⁻¹ (V − Γk S)`` rather than ``u = β e``: dβ is a product with e, and
 dividing u by a β near zero is no way to get it. Its workspace therefore holds ``W/β``, written without the division.
+
+Without a floor on the gate (BOUNDED false, softplus) 1/Γ is never formed: L₀ and A come from `triton_gate`, K̂ from the
+sum of the gates after each token. The workspace is the same, and so are the kernels that read it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tercet.ops.kda.triton_math import exp2, narrow, reciprocal, sigmoid, unit_lower_inverse
+from tercet.ops.kda.triton_gate import pair_products, softplus_gate
+from tercet.ops.kda.triton_math import exp2, halves, narrow, reciprocal, sigmoid, sums_where, unit_lower_inverse
 
 
 @triton.jit
@@ -71,6 +75,7 @@ def prepare_tile(
     V: tl.constexpr,
     C: tl.constexpr,
     VECTOR: tl.constexpr,
+    BOUNDED: tl.constexpr,
     SAVE: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
@@ -102,18 +107,30 @@ def prepare_tile(
     q_CK = q_CK * (tl.rsqrt(tl.sum(q_CK * q_CK, 1) + 1e-6) * scale)[:, None]
     k_CK = k_CK * tl.rsqrt(tl.sum(k_CK * k_CK, 1) + 1e-6)[:, None]
     beta_C = sigmoid(b_C, LOG2E)
-    G_CK = tl.cumsum(gate_rows(z_CK, A_log, dt_bias, head, channel, floor2, K, LOG2E), 0)
-    total_K = exp2(tl.sum(tl.where(row == C - 1, G_CK, 0.0), 0))
-    gamma_CK = exp2(G_CK)
-    q_gamma = q_CK * gamma_CK
-    k_gamma = k_CK * gamma_CK
-    k_out = k_CK * exp2(-G_CK)
-
-    right = tl.trans(narrow(k_out))
-    L = tl.dot(narrow(k_gamma), right)
-    A = tl.where(row >= col, tl.dot(narrow(q_gamma), right), 0.0)
+    if BOUNDED:
+        G_CK = tl.cumsum(gate_rows(z_CK, A_log, dt_bias, head, channel, floor2, K, LOG2E), 0)
+        total_K = exp2(tl.sum(tl.where(row == C - 1, G_CK, 0.0), 0))
+        gamma_CK = exp2(G_CK)
+        q_gamma = q_CK * gamma_CK
+        k_gamma = k_CK * gamma_CK
+        k_out = k_CK * exp2(-G_CK)
+        right = tl.trans(narrow(k_out))
+        L = tl.dot(narrow(k_gamma), right)
+        A = tl.where(row >= col, tl.dot(narrow(q_gamma), right), 0.0)
+        k_end = k_out * total_K[None, :]
+    else:
+        slope = tl.exp(tl.load(A_log + head).to(tl.float32))
+        bias_K = tl.load(dt_bias + head * K + channel).to(tl.float32)
+        g_CK = softplus_gate(z_CK.to(tl.float32) + bias_K[None, :], slope, LOG2E)
+        total_K = exp2(tl.sum(g_CK, 0))
+        high, low = halves(g_CK)
+        gamma_CK = exp2(sums_where(col <= row, high, low))
+        q_gamma = q_CK * gamma_CK
+        k_gamma = k_CK * gamma_CK
+        k_end = k_CK * exp2(sums_where(col > row, high, low))
+        L, A = pair_products(q_CK, k_CK, high, low, row, col)
     here = tile.to(tl.int64) * H + head
-    tl.store(k_hat + here * (C * K) + row * K + channel[None, :], (k_out * total_K[None, :]).to(tl.float16))
+    tl.store(k_hat + here * (C * K) + row * K + channel[None, :], k_end.to(tl.float16))
     tl.store(decay + here * K + channel, total_K)
 
     L = tl.where(row > col, L, 0.0)
