@@ -192,7 +192,7 @@ class Recorder(Observer):
     def routing(self, layer, routing):
         self.calls.append(("routing", layer, routing.experts.clone()))
 
-    def attention(self, layer, q, k, scale, cu_seqlens):
+    def attention(self, layer, q, k_nope, k_pe, scale, cu_seqlens, row_max):
         self.calls.append(("attention", layer, scale))
 
     def mixing(self, layer, place, sources, norm_weight, query):

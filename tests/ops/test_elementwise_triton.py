@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from numerics import assert_same
-from tercet.ops import gated_rms_norm, rms_norm, short_conv, situ_glu, use_tier
+from tercet.ops import gated_rms_norm, rms_norm, short_conv, sigmoid_gate, situ_glu, use_tier
 from tercet.ops.conv import reference, triton_
 from tercet.ops.glu import situ_glu_reference
 
@@ -92,3 +92,42 @@ def test_short_conv_keeps_nan_in_its_sequence(lengths, monkeypatch):
         (grad,) = torch.autograd.grad(y.sum(), x)
     for part in (y, grad):
         assert part[:, :start].isfinite().all() and part[:, end:].isfinite().all()
+
+
+def test_sigmoid_gate():
+    o, gate = torch.randn(2, 5, 3, 8), 5 * torch.randn(2, 5, 24)
+
+    def ours(o, gate):
+        return sigmoid_gate(o, gate, dtype=torch.float32)
+
+    assert_same(ours, lambda o, gate: o / (1 + (-gate.view_as(o)).exp()), [o, gate], 1e-6, "triton")
+
+
+def test_sigmoid_gate_at_extremes_and_other_strides():
+    ends = torch.tensor([1e4, -1e4, float("inf"), float("-inf"), 0.0])
+    wide = torch.stack([ends, torch.zeros(5)], dim=-1).view(1, 1, 10)[..., ::2].requires_grad_()
+    o = torch.full((1, 1, 5, 1), 3.0, requires_grad=True)
+    with use_tier("triton"):
+        y = sigmoid_gate(o, wide, dtype=torch.float32)
+        grads = torch.autograd.grad(y.sum(), [o, wide])
+    assert torch.equal(y.flatten(), torch.tensor([3.0, 0.0, 3.0, 0.0, 1.5]))
+    assert torch.equal(grads[0].flatten(), torch.tensor([1.0, 0.0, 1.0, 0.0, 0.5]))
+    assert torch.equal(grads[1].flatten(), torch.tensor([0.0, 0.0, 0.0, 0.0, 0.75]))
+
+
+def test_sigmoid_gate_rounds_once():
+    """The product is formed in fp32 and only the result is cut to bf16; so is the gate's gradient, o's is not."""
+    o, gate = torch.randn(1, 4, 2, 8, requires_grad=True), torch.randn(1, 4, 16).bfloat16().requires_grad_()
+    with use_tier("triton"):
+        y = sigmoid_gate(o, gate, dtype=torch.bfloat16)
+        d_o, d_gate = torch.autograd.grad(y.float().sum(), [o, gate])
+    s = gate.detach().double().view_as(o).sigmoid()
+    assert y.dtype == d_gate.dtype == torch.bfloat16 and d_o.dtype == torch.float32
+    assert ((y - o * s).abs() <= 2**-7 * (o * s).abs()).all()
+    assert torch.allclose(d_o.double(), s, rtol=1e-6)
+    assert torch.allclose(d_gate.double().view_as(o), (o * s * (1 - s)).double(), rtol=2**-7)
+
+
+def test_an_empty_gate():
+    with use_tier("triton"):
+        assert sigmoid_gate(torch.ones(1, 0, 2, 4), torch.ones(1, 0, 8), dtype=torch.float32).shape == (1, 0, 2, 4)

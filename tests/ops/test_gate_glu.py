@@ -7,7 +7,7 @@ import torch
 
 from numerics import assert_same, relative_error
 from tercet.errors import ShapeError
-from tercet.ops import kda_gate, situ_glu, swiglu, use_tier
+from tercet.ops import kda_gate, sigmoid_gate, situ_glu, swiglu, use_tier
 
 
 def gate(z: float, A_log: float, lower_bound: float | None) -> float:
@@ -124,6 +124,22 @@ def test_swiglu_formula():
     assert_same(swiglu, lambda g, u: g / (1 + (-g).exp()) * u, tensors, 1e-13)
 
 
+def test_sigmoid_gate_formula():
+    tensors = [torch.randn(2, 3, 4, 5).double(), 4 * torch.randn(2, 3, 20).double()]
+    assert_same(
+        lambda o, gate: sigmoid_gate(o, gate, dtype=torch.float64),
+        lambda o, gate: o / (1 + (-gate.view_as(o)).exp()),
+        tensors,
+        1e-13,
+    )
+
+
+def test_sigmoid_gate_is_formed_in_the_type_of_o():
+    o, gate = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 16).bfloat16()
+    y = sigmoid_gate(o, gate, dtype=torch.bfloat16)
+    assert torch.equal(y, (o * gate.float().view_as(o).sigmoid()).bfloat16())
+
+
 def test_wrong_shapes():
     z = torch.zeros(2, 3, 4)
     for A_log, bias in (((4,), (3, 4)), ((1,), (3, 4)), ((3, 1), (3, 4)), ((3,), (12,)), ((3,), (1, 4))):
@@ -132,3 +148,5 @@ def test_wrong_shapes():
     for function in (situ_glu, swiglu):
         with pytest.raises(ShapeError, match="of one shape"):
             function(z, z[:1])
+    with pytest.raises(ShapeError, match="sigmoid_gate takes"):
+        sigmoid_gate(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), dtype=torch.float32)

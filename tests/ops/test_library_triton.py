@@ -5,10 +5,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from tercet.ops.attention import triton_ as attention
 from tercet.ops.attn_res import triton_ as attn_res
 from tercet.ops.conv import triton_ as conv
 from tercet.ops.cross_entropy import triton_ as cross_entropy
 from tercet.ops.experts import triton_ as experts
+from tercet.ops.gate import triton_ as gate
 from tercet.ops.glu import triton_ as glu
 from tercet.ops.newton_schulz import triton_ as newton_schulz
 from tercet.ops.norm import triton_ as norm
@@ -25,7 +27,14 @@ def expert_inputs():
     return leaf(5, 6), leaf(5, 2), torch.randint(3, (5, 2)), *matrices, True, 4.0, 25.0
 
 
+def attention_inputs():
+    q, kv, k_pe = leaf(1, 5, 2, 32), leaf(1, 5, 2, 48), leaf(1, 5, 16)
+    return q, kv, k_pe, 0.3, *[attention._tiles((2, 3), 32, q.device)] * 3
+
+
 CASES = {
+    "mla_attention": (attention._forward, attention_inputs),
+    "sigmoid_gate": (gate._gate, lambda: (leaf(1, 3, 2, 4), leaf(1, 3, 8), torch.float32)),
     "attn_res": (attn_res._forward, lambda: ([leaf(2, 8), leaf(2, 8)], leaf(8), leaf(8), None, 1e-5, 0.0)),
     "attn_res_norm": (attn_res._forward, lambda: ([leaf(2, 8), leaf(2, 8)], leaf(8), leaf(8), leaf(8), 1e-5, 1e-5)),
     "newton_schulz": (newton_schulz._newton_schulz, lambda: (torch.randn(1, 4, 8), [3.0, -4.0, 2.0])),

@@ -21,7 +21,8 @@ class Logits(Observer):
     def __init__(self) -> None:
         self.largest: dict[int, torch.Tensor] = {}
 
-    def attention(self, layer, q, k, scale, cu_seqlens):
+    def attention(self, layer, q, k_nope, k_pe, scale, cu_seqlens, row_max):
+        k = torch.cat([k_nope, k_pe[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
         bounds = cu_seqlens.tolist() if cu_seqlens is not None else None
         logits = scale * torch.einsum("bihd,bjhd->bhij", q.double(), k.double())
         visible = torch.ones(logits.shape[-2:], dtype=torch.bool).tril()

@@ -23,8 +23,19 @@ class Observer:
     def routing(self, layer: int, routing: Routing) -> None:
         """Receive a router's decision for all tokens of the micro-batch."""
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, scale: float, cu_seqlens: Tensor | None) -> None:
-        """Receive the queries and keys ``[B, T, H, D]`` of an MLA layer."""
+    def attention(
+        self,
+        layer: int,
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        row_max: Tensor | None,
+    ) -> None:
+        """Receive an MLA layer's queries ``[B, T, H, D + R]``, its keys ``[B, T, H, D]``, the part ``[B, T, R]`` of the
+        keys that all heads share and, where attention tells it, the largest logit of every query ``[H, B · T]``.
+        """
 
     def mixing(self, layer: int, place: Place, sources: Sequence[Tensor], norm_weight: Tensor, query: Tensor) -> None:
         """Receive the inputs of an Attention-Residuals mix."""

@@ -10,7 +10,7 @@ from tercet.config import ModelConfig
 from tercet.model.context import Context
 from tercet.model.layers import LATENT_NORM_EPS, RMSNorm, linear
 from tercet.model.state import MLAState
-from tercet.ops import causal_attention
+from tercet.ops import mla_attention, sigmoid_gate
 from tercet.ops.packing import sequence_lengths
 
 
@@ -54,18 +54,17 @@ class MultiHeadLatentAttention(nn.Module):
             assert isinstance(state, MLAState)
             o = self._cached(q, torch.cat([latent, k_pe], dim=-1), state, context)
         if mla.output_gate:
-            o = o * torch.sigmoid(self.g_proj(x).view_as(o).to(o.dtype))
+            o = sigmoid_gate(o, self.g_proj(x), dtype=x.dtype)
         return self.o_proj(o.flatten(2).to(x.dtype))
 
     def _expanded(self, q: Tensor, latent: Tensor, k_pe: Tensor, context: Context) -> Tensor:
         """Attend with keys and values expanded per head; the output stays at least fp32 (report §2.1.2)."""
         mla = self.mla
         kv = self.kv_b_proj(latent).view(*latent.shape[:2], mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim)
-        k_nope, v = kv.split([mla.qk_nope_head_dim, mla.v_head_dim], dim=-1)
-        k = torch.cat([k_nope, k_pe[:, :, None].expand(-1, -1, mla.num_heads, -1)], dim=-1)
-        context.observer.attention(self.layer, q, k, self.scale, context.cu_seqlens)
-        o = causal_attention(q, k, v, scale=self.scale, cu_seqlens=context.cu_seqlens)
-        return o.to(torch.promote_types(o.dtype, torch.float32))
+        o, row_max = mla_attention(q, kv, k_pe, scale=self.scale, cu_seqlens=context.cu_seqlens)
+        k_nope = kv[..., : mla.qk_nope_head_dim]
+        context.observer.attention(self.layer, q, k_nope, k_pe, self.scale, context.cu_seqlens, row_max)
+        return o
 
     def _cached(self, q: Tensor, rows: Tensor, state: MLAState, context: Context) -> Tensor:
         """Attend in latent space: queries absorb the key expansion, outputs the value expansion."""

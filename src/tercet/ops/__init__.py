@@ -2,12 +2,12 @@
 ``triton_`` the GPU kernels; the folder's ``__init__`` checks shapes and holds the one public entry point.
 """
 
-from tercet.ops.attention import attention_logit_max, causal_attention
+from tercet.ops.attention import attention_logit_max, mla_attention
 from tercet.ops.attn_res import attn_res, attn_res_bank, attn_res_merge, attn_res_norm, attn_res_weights
 from tercet.ops.conv import short_conv
 from tercet.ops.cross_entropy import IGNORE, linear_cross_entropy, token_logprobs
 from tercet.ops.experts import routed_experts
-from tercet.ops.gate import kda_gate
+from tercet.ops.gate import kda_gate, sigmoid_gate
 from tercet.ops.glu import situ_glu, swiglu
 from tercet.ops.kda import fused_kda, fused_kda_export, kda, kda_decode
 from tercet.ops.newton_schulz import newton_schulz
@@ -27,7 +27,6 @@ __all__ = [
     "attn_res_merge",
     "attn_res_norm",
     "attn_res_weights",
-    "causal_attention",
     "fused_kda",
     "fused_kda_export",
     "gated_rms_norm",
@@ -36,12 +35,14 @@ __all__ = [
     "kda_gate",
     "l2_norm",
     "linear_cross_entropy",
+    "mla_attention",
     "newton_schulz",
     "project",
     "rms_norm",
     "route",
     "routed_experts",
     "short_conv",
+    "sigmoid_gate",
     "situ_glu",
     "swiglu",
     "token_logprobs",

@@ -24,11 +24,20 @@ class Observers(Observer):
             for observer in self.observers:
                 observer.routing(layer, routing)
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, scale: float, cu_seqlens: Tensor | None) -> None:
+    def attention(
+        self,
+        layer: int,
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        row_max: Tensor | None,
+    ) -> None:
         """See `Observer.attention`."""
         with self._lock:
             for observer in self.observers:
-                observer.attention(layer, q, k, scale, cu_seqlens)
+                observer.attention(layer, q, k_nope, k_pe, scale, cu_seqlens, row_max)
 
     def mixing(self, layer: int, place: Place, sources: Sequence[Tensor], norm_weight: Tensor, query: Tensor) -> None:
         """See `Observer.mixing`."""

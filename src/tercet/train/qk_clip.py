@@ -64,13 +64,23 @@ class QKClip(Observer):
         self._maxima = {}
         self._armed = True
 
-    def attention(self, layer: int, q: Tensor, k: Tensor, scale: float, cu_seqlens: Tensor | None) -> None:
-        """Fold in the maxima of one forward pass of one layer."""
+    def attention(
+        self,
+        layer: int,
+        q: Tensor,
+        k_nope: Tensor,
+        k_pe: Tensor,
+        scale: float,
+        cu_seqlens: Tensor | None,
+        row_max: Tensor | None,
+    ) -> None:
+        """Fold in the maxima of one forward pass of one layer; nothing is read from the device where *row_max* came."""
         if not self._armed:
             return
-        found = attention_logit_max(
-            q.detach(), k.detach(), scale=scale, threshold=self.threshold, cu_seqlens=cu_seqlens
-        )
+        if row_max is not None and row_max.numel():
+            found = row_max.amax(1)
+        else:
+            found = attention_logit_max(q, k_nope, k_pe, scale=scale, threshold=self.threshold, cu_seqlens=cu_seqlens)
         known = self._maxima.get(layer)
         self._maxima[layer] = found if known is None else torch.maximum(known, found)
 
@@ -89,13 +99,14 @@ class QKClip(Observer):
         if not layers or not accepted:
             return None
         maxima_LH = self._reduce_max(torch.stack([self._maxima[layer] for layer in layers]))
-        for layer, maxima_H in zip(layers, maxima_LH):
-            if bool((maxima_H > self.threshold).any()):
+        seen_LH = maxima_LH.cpu()  # the only place that waits for the device
+        for layer, maxima_H, seen_H in zip(layers, maxima_LH, seen_LH):
+            if bool((seen_H > self.threshold).any()):
                 self._scale(optimizer, layer, maxima_H)
         return ClipReport(
-            float(maxima_LH.max()),
-            float(maxima_LH.flatten().quantile(0.99)),
-            int((maxima_LH > self.threshold).sum()),
+            float(seen_LH.max()),
+            float(seen_LH.flatten().quantile(0.99)),
+            int((seen_LH > self.threshold).sum()),
         )
 
     def _scale(self, optimizer: Optimizer, layer: int, maxima_H: Tensor) -> None:

@@ -6,16 +6,33 @@ import torch
 from torch import Tensor
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, lengths: tuple[int, ...]) -> Tensor:
-    """See `tercet.ops.attention.causal_attention`."""
+def keys(k_content: Tensor, k_pe: Tensor) -> Tensor:
+    """Return whole keys ``[B, T, H, D + R]``: every head's own part, then the shared one."""
+    return torch.cat([k_content, k_pe[:, :, None].expand(-1, -1, k_content.shape[2], -1)], dim=-1)
+
+
+def split(q: Tensor, kv: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values for queries as wide as *q*."""
+    content = q.shape[-1] - k_pe.shape[-1]
+    k_content, v = kv.split([content, kv.shape[-1] - content], dim=-1)
+    return keys(k_content, k_pe), v
+
+
+def mla_attention(
+    q: Tensor, kv: Tensor, k_pe: Tensor, *, scale: float, lengths: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """See `tercet.ops.attention.mla_attention`."""
     compute = torch.promote_types(q.dtype, torch.float32)
-    split = [x.flatten(0, 1).to(compute).split(list(lengths)) for x in (q, k, v)]
-    outputs = []
-    for q_THD, k_THD, v_THV in zip(*split):
+    k, v = split(q, kv, k_pe)
+    sequences = [x.flatten(0, 1).to(compute).split(list(lengths)) for x in (q, k, v)]
+    outputs, peaks = [], []
+    for q_THD, k_THD, v_THV in zip(*sequences):
         logits = scale * torch.einsum("qhd,khd->hqk", q_THD, k_THD)
         future = torch.ones(logits.shape[1:], dtype=torch.bool, device=q.device).triu(1)
-        outputs.append(torch.einsum("hqk,khv->qhv", logits.masked_fill(future, -torch.inf).softmax(-1), v_THV))
-    return torch.cat(outputs).view(*v.shape).to(v.dtype)
+        logits = logits.masked_fill(future, -torch.inf)
+        outputs.append(torch.einsum("hqk,khv->qhv", logits.softmax(-1), v_THV))
+        peaks.append(logits.detach().amax(-1) if logits.numel() else logits.new_empty(logits.shape[:2]))
+    return torch.cat(outputs).view(v.shape), torch.cat(peaks, dim=1)
 
 
 def logit_max(q_THD: Tensor, k_THD: Tensor, scale: float, lengths: tuple[int, ...], rows: int = 512) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tercet.ops.attention.reference import split
+
 
 @lru_cache(maxsize=64)
 def _groups(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tuple[Tensor, int]], Tensor]:
@@ -39,8 +41,16 @@ def _groups(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tuple[
     return groups, slot.to(device)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, lengths: tuple[int, ...]) -> Tensor:
-    """See `tercet.ops.attention.causal_attention`."""
+def mla_attention(
+    q: Tensor, kv: Tensor, k_pe: Tensor, *, scale: float, lengths: tuple[int, ...]
+) -> tuple[Tensor, None]:
+    """See `tercet.ops.attention.mla_attention`; forms whole keys, and the output was rounded before it is widened."""
+    o = _causal_attention(q, *split(q, kv, k_pe), scale, lengths)
+    return o.to(torch.promote_types(o.dtype, torch.float32)), None
+
+
+def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tuple[int, ...]) -> Tensor:
+    """Return ``[B, T, H, V]`` in the inputs' type."""
     q_THD, k_THD, v_THV = (x.flatten(0, 1) for x in (q, k, v))
     if len(set(lengths)) == 1 and lengths[0]:
         shape = (len(lengths), lengths[0])

@@ -1,4 +1,4 @@
-"""The decay gate of KDA: bounded (report eq. 5) or softplus (Kimi-Linear §3)."""
+"""Gates: KDA's decay, bounded (report eq. 5) or softplus (Kimi-Linear §3), and the sigmoid on MLA's output (eq. 7)."""
 
 from __future__ import annotations
 
@@ -48,3 +48,34 @@ def kda_gate(
         shapes = ", ".join(str(tuple(x.shape)) for x in (z, A_log, dt_bias))
         raise ShapeError(f"kda_gate takes z [..., heads, key], A_log [heads], dt_bias [heads, key]; got {shapes}")
     return _gate(z, A_log, dt_bias, lower_bound=lower_bound)
+
+
+def sigmoid_gate_reference(o: Tensor, gate: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """See `sigmoid_gate`; the formula, differentiable by autograd."""
+    return (o * torch.sigmoid(gate.view_as(o).to(o.dtype))).to(dtype)
+
+
+_sigmoid_gate = Operator("sigmoid_gate", sigmoid_gate_reference, triton_module="tercet.ops.gate.triton_", on_trial=True)
+
+
+def sigmoid_gate(
+    o: Float[Tensor, "batch tokens heads value"],
+    gate: Float[Tensor, "batch tokens heads_value"],
+    *,
+    dtype: torch.dtype,
+) -> Float[Tensor, "batch tokens heads value"]:
+    """Return ``o · σ(gate)`` without a norm, computed in o's type (fp32 in training) and rounded once to *dtype*.
+
+    Args:
+        o: output of attention, not rounded yet.
+        gate: gate logits, all heads of a token side by side.
+        dtype: type of the result.
+
+    Raises:
+        ShapeError: gate does not hold one value for each of o's.
+    """
+    if o.ndim != 4 or gate.shape != (*o.shape[:2], o.shape[2] * o.shape[3]):
+        raise ShapeError(
+            f"sigmoid_gate takes o [B, T, H, V] and gate [B, T, H·V], got {tuple(o.shape)} and {tuple(gate.shape)}"
+        )
+    return _sigmoid_gate(o, gate, dtype=dtype)

@@ -1,0 +1,246 @@
+"""MLA attention on the GPU: keys and values read where the projections left them, output in fp32 (report §2.1.2).
+
+Nothing is concatenated, expanded or padded: the logits are two products, the part of the keys that all heads share is
+one ``[T, R]`` matrix, and values keep their own width. The kernels are in `triton_forward` and `triton_backward`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tercet.ops.attention.triton_backward import delta_kernel, key_kernel, query_kernel
+from tercet.ops.attention.triton_forward import forward_kernel
+from tercet.ops.gpu import dense, float_refusal, operand_type, operator
+
+WIDTHS = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is cut and run: queries and keys a tile, warps, pipeline depth, tensor descriptors or pointers."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+    bulk: bool = False
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The three kernels' launches."""
+
+    forward: Launch
+    query: Launch
+    key: Launch
+
+
+HOPPER = Launches(Launch(128, 128, 8, 2, True), Launch(128, 64, 8, 2, True), Launch(64, 128, 8, 2, True))
+SMALL = Launches(Launch(64, 32, 4, 2), Launch(64, 32, 4, 1), Launch(32, 64, 4, 1))
+"""For 16-bit inputs on GPUs with little shared memory."""
+FP32 = Launches(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))
+
+
+@lru_cache(maxsize=16)
+def _launches(dtype: torch.dtype, device: torch.device) -> Launches:
+    if dtype == torch.float32 or device.type != "cuda":
+        return FP32
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 0)
+    return HOPPER if properties.major >= 9 and shared >= 220 << 10 else SMALL
+
+
+@lru_cache(maxsize=64)
+def _tiles(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
+    """Return ``[tiles, 4]`` int32: first token and length of the tile's sequence, its first tile, its tile count.
+
+    Long sequences come first, so that the programs that start last are short.
+    """
+    length = torch.tensor(lengths, dtype=torch.int64)
+    start = length.cumsum(0) - length
+    order = torch.argsort(length, descending=True, stable=True)
+    length, start = length[order], start[order]
+    count = (length + size - 1) // size
+    first = count.cumsum(0) - count
+    table = torch.stack([start, length, first, count], dim=1).repeat_interleave(count, dim=0)
+    return table.to(device=device, dtype=torch.int32)
+
+
+def _rows(k_pe: Tensor) -> Tensor:
+    """Return ``[T, R]`` rows, copied only where their stride or place does not fit the kernels' 16-byte loads."""
+    rows = k_pe.flatten(0, 1)
+    fits = rows.stride(1) == 1 and rows.stride(0) * rows.element_size() % 16 == 0 and rows.data_ptr() % 16 == 0
+    return rows if fits or not rows.numel() else dense(rows)
+
+
+def _matrix(x: Tensor, rows: int, width: int, bulk: bool) -> Any:
+    """Return what a kernel loads ``[rows, width]`` tiles from: a descriptor of *x* as a matrix of its tokens."""
+    if not bulk or not width:
+        return x
+    flat = x.flatten(1)
+    return TensorDescriptor(flat, list(flat.shape), list(flat.stride()), [rows, width])
+
+
+def _vector(x: Tensor, rows: int, bulk: bool) -> Any:
+    """Return what a kernel loads *rows* values of *x* from."""
+    return TensorDescriptor(x.view(-1), [x.numel()], [1], [rows]) if bulk else x
+
+
+def _widths(q: Tensor, kv: Tensor, k_pe: Tensor) -> dict[str, Any]:
+    R = k_pe.shape[-1]
+    D = q.shape[-1] - R
+    return {
+        "D": D,
+        "R": R,
+        "V": kv.shape[-1] - D,
+        "OPERAND": operand_type(q.dtype),
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+
+
+def _constants(launch: Launch, widths: dict[str, Any]) -> dict[str, Any]:
+    return widths | {
+        "M": launch.queries,
+        "N": launch.keys,
+        "BULK": launch.bulk,
+        "num_warps": launch.warps,
+        "num_stages": launch.stages,
+    }
+
+
+@operator(
+    "tercet::mla_attention",
+    schema="(Tensor q, Tensor kv, Tensor k_pe, float scale, Tensor tiles, Tensor query_tiles, Tensor key_tiles)"
+    " -> (Tensor, Tensor, Tensor)",
+)
+def _forward(
+    q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, tiles: Tensor, query_tiles: Tensor, key_tiles: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, kv, pe = dense(q).flatten(0, 1), dense(kv).flatten(0, 1), _rows(k_pe)
+    T, H = q.shape[:2]
+    widths = _widths(q, kv, pe)
+    out = torch.empty(*k_pe.shape[:2], H, widths["V"], dtype=torch.float32, device=q.device)
+    lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
+    row_max = torch.empty_like(lse)
+    launch = _launches(q.dtype, q.device).forward
+    if T:
+        matrices = ((kv, widths["D"]), (kv, widths["V"]), (pe, widths["R"]))
+        forward_kernel[(len(tiles) * H,)](
+            q, kv, pe, *(_matrix(x, launch.keys, width, launch.bulk) for x, width in matrices),
+            out, lse, row_max, tiles, T, H, pe.stride(0), scale, **_constants(launch, widths),
+        )  # fmt: skip
+    return out, lse, row_max
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, tiles: Tensor, query_tiles: Tensor, key_tiles: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    B, T, H, width = q.shape
+    V = kv.shape[-1] - (width - k_pe.shape[-1])
+    lse = q.new_empty(H, B * T, dtype=torch.float32)
+    return q.new_empty(B, T, H, V, dtype=torch.float32), lse, torch.empty_like(lse)
+
+
+@operator(
+    "tercet::mla_attention_backward",
+    schema="(Tensor grad, Tensor q, Tensor kv, Tensor k_pe, Tensor out, Tensor lse, float scale, Tensor query_tiles,"
+    " Tensor key_tiles) -> (Tensor, Tensor, Tensor)",
+)
+def _backward(
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, kv = dense(q), dense(kv)
+    d_q, d_kv = torch.empty_like(q), torch.empty_like(kv)
+    q, kv, pe, grad = q.flatten(0, 1), kv.flatten(0, 1), _rows(k_pe), dense(grad).flatten(0, 1)
+    T, H = q.shape[:2]
+    if not T:
+        return d_q, d_kv, torch.zeros_like(k_pe)
+    widths = _widths(q, kv, pe)
+    D, R, V = (widths[name] for name in ("D", "R", "V"))
+    launches = _launches(q.dtype, q.device)
+    narrow, delta = torch.empty_like(grad, dtype=q.dtype), torch.empty_like(lse)
+    delta_kernel[(triton.cdiv(T, 32), H)](out, grad, narrow, delta, T, H, ROWS=32, V=V)
+    launch = launches.query
+    query_kernel[(len(query_tiles) * H,)](
+        q, kv, pe, narrow, *(_matrix(x, launch.keys, width, launch.bulk) for x, width in ((kv, D), (kv, V), (pe, R))),
+        lse, delta, d_q, query_tiles, T, H, pe.stride(0), scale, **_constants(launch, widths),
+    )  # fmt: skip
+    launch, d_pe = launches.key, torch.empty(H, T, R, dtype=torch.float32, device=q.device)
+    key_kernel[(len(key_tiles) * H,)](
+        q, kv, pe, narrow,
+        *(_matrix(x, launch.queries, width, launch.bulk) for x, width in ((q, D), (q, R), (narrow, V))),
+        lse, delta, *(_vector(x, launch.queries, launch.bulk) for x in (lse, delta)), d_kv, d_pe, key_tiles, T, H,
+        pe.stride(0), scale, STAGES=launch.stages, **_constants(launch, widths),
+    )  # fmt: skip
+    return d_q, d_kv, d_pe.sum(0).to(k_pe.dtype).view(k_pe.shape)
+
+
+@_backward.register_fake
+def _(
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), k_pe.new_empty(k_pe.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    q, kv, k_pe, ctx.scale, _, query_tiles, key_tiles = inputs
+    out, lse, row_max = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(lse, row_max)
+    ctx.save_for_backward(q, kv, k_pe, out, lse, query_tiles, key_tiles)
+
+
+def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    *tensors, query_tiles, key_tiles = ctx.saved_tensors
+    return *_backward(grad, *tensors, ctx.scale, query_tiles, key_tiles), None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def declines(q: Tensor, kv: Tensor, k_pe: Tensor, *, scale: float, lengths: tuple[int, ...]) -> str | None:
+    """Return why the kernels cannot take these inputs, or None."""
+    R = k_pe.shape[-1]
+    D = q.shape[-1] - R
+    V = kv.shape[-1] - D
+    if D not in WIDTHS or V not in WIDTHS or R not in (0, *WIDTHS[:-1]):
+        return (
+            f"head widths of content, shared part and values are {D}, {R} and {V}, not among {WIDTHS} (shared: 0 to 64)"
+        )
+    if kv.dtype != q.dtype or k_pe.dtype != q.dtype:
+        return f"queries are {q.dtype}, keys and values {kv.dtype}, shared keys {k_pe.dtype}"
+    if not scale > 0:
+        return f"the scale must be positive, not {scale}"
+    return float_refusal(q)
+
+
+def call(q: Tensor, kv: Tensor, k_pe: Tensor, *, scale: float, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """See `tercet.ops.attention.mla_attention`."""
+    launches = _launches(q.dtype, q.device)
+    sizes = launches.forward.queries, launches.query.queries, launches.key.keys
+    out, _, row_max = _forward(q, kv, k_pe, scale, *(_tiles(lengths, size, q.device) for size in sizes))
+    return out, row_max
