@@ -30,6 +30,8 @@ from tercet.errors import CheckpointError, ConfigError
 from tercet.util.settings import from_dict
 
 SINGLE_NAME = "model.safetensors"
+MAX_TENSORS = 2_000_000
+"""Largest number of tensors that a configuration may ask for; K3 has half a million."""
 SHOWN = 8
 """Deviations that an error message lists."""
 
@@ -70,6 +72,8 @@ class CheckpointDirectory:
     ):
         self.path, self.layout, self.model, self.vision = path, chosen, model, vision
         self.headers, self.run = dict(headers), run
+        if (claimed := 3 * model.num_layers * model.moe.num_experts) > MAX_TENSORS:
+            raise ConfigError(f"{path}: config.json describes some {claimed:,} tensors, which is not believed")
         self.entries: dict[str, Entry] = {}
         """Entries by published name."""
         self.files: dict[str, str] = {}

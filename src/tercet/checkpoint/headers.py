@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,6 +77,14 @@ def parse_json(text: bytes, what: str) -> Any:
         raise CheckpointError(f"{what} is not valid JSON: {error}") from error
 
 
+def _file_size(path: Path) -> int:
+    """Return the size of a plain file: opening a pipe would wait for ever, a device has no end."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"cannot read {path}: it is not a plain file")
+    return status.st_size
+
+
 def read_json(path: Path) -> Any:
     """Read a JSON file of a checkpoint, bounded in size.
 
@@ -83,7 +92,7 @@ def read_json(path: Path) -> Any:
         CheckpointError: missing, too large or not JSON.
     """
     try:
-        size = path.stat().st_size
+        size = _file_size(path)
         if size > MAX_INDEX_BYTES:
             raise CheckpointError(f"{path} has {size:,} bytes; more than {MAX_INDEX_BYTES:,} is not believed")
         return parse_json(path.read_bytes(), str(path))
@@ -99,7 +108,7 @@ def read_header(path: str | Path) -> Header:
     """
     path = Path(path)
     try:
-        size = path.stat().st_size
+        size = _file_size(path)
         with open(path, "rb") as handle:
             prefix = handle.read(8)
             if len(prefix) < 8:

@@ -38,6 +38,9 @@ _FIXED: dict[str, Any] = {
 
 _MISSING = object()
 
+MAX_NUMBER = 2**31
+"""No setting of a model is this large."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -72,7 +75,10 @@ class _Fields:
             raise ConfigError(f"config.json lacks {names}; architectural settings have no default")
         if value is None and optional:
             return None
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if number and not abs(value) < MAX_NUMBER:  # refuses NaN and infinity too: JSON spells them 1e999
+            raise ConfigError(f"config.json: {self.where}{key} is beyond what any model has")
+        if kind is float and isinstance(value, int) and number:
             value = float(value)
         if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
             raise ConfigError(f"config.json: {self.where}{key} must be {kind.__name__}, got {value!r}")
@@ -222,6 +228,11 @@ def _layer_lists(linear: _Fields, num_layers: int) -> tuple[int, ...]:
         if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
             raise ConfigError(f"config.json: linear_attn_config.{key} must list layer numbers, got {values!r}")
     named = sorted(lists["kda_layers"] + lists["full_attn_layers"])
+    if len(named) != num_layers:
+        raise ConfigError(
+            f"config.json: kda_layers and full_attn_layers name {len(named):,} layers, num_hidden_layers is "
+            f"{num_layers:,}; together they must name each layer once"
+        )
     if named != list(range(1, num_layers + 1)):
         twice = sorted({value for value in named if named.count(value) > 1})
         stray = [value for value in named if not 1 <= value <= num_layers]

@@ -71,10 +71,10 @@ def miniature_vision(text_hidden_size: int) -> dict[str, Any]:
     return {**PUBLISHED_VISION, **small}
 
 
-def _size(vision: Mapping[str, Any], key: str) -> int:
+def _size(vision: Mapping[str, Any], key: str, limit: int = 2**31) -> int:
     value = vision.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < 2**31:
-        raise ConfigError(f"vision_config.{key} must be a positive number, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < limit:
+        raise ConfigError(f"vision_config.{key} must be a positive number below {limit:,}, got {str(value)[:80]}")
     return value
 
 
@@ -99,7 +99,7 @@ def vision_tensors(vision: Mapping[str, Any], text_hidden_size: int) -> Iterator
     height, width = _size(vision, "init_pos_emb_height"), _size(vision, "init_pos_emb_width")
     yield VisionTensor("vision_tower.patch_embed.proj.weight", (hidden, 3, patch, patch), TOWER)
     yield VisionTensor("vision_tower.patch_embed.pos_emb.weight", (height, width, hidden), TOWER)
-    for block in range(_size(vision, "vt_num_hidden_layers")):
+    for block in range(_size(vision, "vt_num_hidden_layers", limit=10_000)):
         prefix = f"vision_tower.encoder.blocks.{block}."
         yield VisionTensor(f"{prefix}norm0.weight", (hidden,), TOWER)
         yield VisionTensor(f"{prefix}norm1.weight", (hidden,), TOWER)

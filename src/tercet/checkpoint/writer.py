@@ -53,7 +53,7 @@ def new_directory(path: str | Path) -> Iterator[Path]:
         StorageError: the disk refused a write; nothing is left behind.
     """
     target = Path(path).absolute()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+    if target.is_symlink() or (target.exists() and not (target.is_dir() and not any(target.iterdir()))):
         raise CheckpointError(f"{target} already exists; choose another directory, or remove it first")
     part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
