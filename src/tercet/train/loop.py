@@ -164,18 +164,22 @@ class Trainer:
                         self.log.append(extra)
                         progress.update(extra)
                 if self.step % settings.checkpoint_every == 0:
-                    self._tell(progress, self.saver.wait())
-                    self.save(wait=False)
-                    saved = self.step
+                    saved = self._save_later(progress)
                 stop, published = self.saver.poll(bool(interrupted))
                 self._tell(progress, published)
-            self._tell(progress, self.saver.wait())
             if saved != self.step:
-                self.save()
+                self._save_later(progress)
+            self._tell(progress, self.saver.wait())
             if self.step < settings.steps:
                 progress.note(f"stopped at step {self.step}; everything is saved, run the same command to go on")
         finished = self.step >= settings.steps
         return Outcome(self.step, finished, self.seconds, self.tokens, self.validation)
+
+    def _save_later(self, progress: Progress) -> int:
+        """Start saving after the save under way has been published; returns the step."""
+        self._tell(progress, self.saver.wait())
+        self.save(wait=False)
+        return self.step
 
     @staticmethod
     def _tell(progress: Progress, published: int | None) -> None:
