@@ -11,7 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -59,17 +58,18 @@ def _launches(dtype: torch.dtype, device: torch.device) -> Launches:
 
 @lru_cache(maxsize=64)
 def _tiles(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Return ``[tiles, 4]`` int32: first token and length of the tile's sequence, its first tile, its tile count.
+    """Return ``[tiles, 5]`` int32: first token, length, first tile, tile count and first slot of the tile's sequence.
 
     Long sequences come first, so that the programs that start last are short.
     """
     length = torch.tensor(lengths, dtype=torch.int64)
-    start = length.cumsum(0) - length
+    start, room = length.cumsum(0) - length, (length + 15) // 16 * 16
+    slot = room.cumsum(0) - room
     order = torch.argsort(length, descending=True, stable=True)
-    length, start = length[order], start[order]
+    length, start, slot = length[order], start[order], slot[order]
     count = (length + size - 1) // size
     first = count.cumsum(0) - count
-    table = torch.stack([start, length, first, count], dim=1).repeat_interleave(count, dim=0)
+    table = torch.stack([start, length, first, count, slot], dim=1).repeat_interleave(count, dim=0)
     return table.to(device=device, dtype=torch.int32)
 
 
@@ -117,36 +117,36 @@ def _constants(launch: Launch, widths: dict[str, Any]) -> dict[str, Any]:
 
 @operator(
     "tercet::mla_attention",
-    schema="(Tensor q, Tensor kv, Tensor k_pe, float scale, Tensor tiles, Tensor query_tiles, Tensor key_tiles)"
-    " -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor kv, Tensor k_pe, float scale, int slots, Tensor tiles, Tensor query_tiles,"
+    " Tensor key_tiles) -> (Tensor, Tensor, Tensor)",
 )
 def _forward(
-    q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, tiles: Tensor, query_tiles: Tensor, key_tiles: Tensor
+    q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, slots: int, tiles: Tensor, query_tiles: Tensor, key_tiles: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, kv, pe = dense(q).flatten(0, 1), dense(kv).flatten(0, 1), _rows(k_pe)
     T, H = q.shape[:2]
     widths = _widths(q, kv, pe)
     out = torch.empty(*k_pe.shape[:2], H, widths["V"], dtype=torch.float32, device=q.device)
-    lse = torch.empty(H, T, dtype=torch.float32, device=q.device)
-    row_max = torch.empty_like(lse)
+    lse = torch.empty(H, slots, dtype=torch.float32, device=q.device)
+    row_max = torch.empty(H, T, dtype=torch.float32, device=q.device)
     launch = _launches(q.dtype, q.device).forward
     if T:
         matrices = ((kv, widths["D"]), (kv, widths["V"]), (pe, widths["R"]))
         forward_kernel[(len(tiles) * H,)](
             q, kv, pe, *(_matrix(x, launch.keys, width, launch.bulk) for x, width in matrices),
-            out, lse, row_max, tiles, T, H, pe.stride(0), scale, **_constants(launch, widths),
+            out, lse, row_max, tiles, T, H, slots, pe.stride(0), scale, **_constants(launch, widths),
         )  # fmt: skip
     return out, lse, row_max
 
 
 @_forward.register_fake
 def _(
-    q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, tiles: Tensor, query_tiles: Tensor, key_tiles: Tensor
+    q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, slots: int, tiles: Tensor, query_tiles: Tensor, key_tiles: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, width = q.shape
     V = kv.shape[-1] - (width - k_pe.shape[-1])
-    lse = q.new_empty(H, B * T, dtype=torch.float32)
-    return q.new_empty(B, T, H, V, dtype=torch.float32), lse, torch.empty_like(lse)
+    statistics = (q.new_empty(H, width, dtype=torch.float32) for width in (slots, B * T))
+    return q.new_empty(B, T, H, V, dtype=torch.float32), *statistics
 
 
 @operator(
@@ -175,18 +175,18 @@ def _backward(
     D, R, V = (widths[name] for name in ("D", "R", "V"))
     launches = _launches(q.dtype, q.device)
     narrow, delta = torch.empty_like(grad, dtype=q.dtype), torch.empty_like(lse)
-    delta_kernel[(triton.cdiv(T, 32), H)](out, grad, narrow, delta, T, H, ROWS=32, V=V)
-    launch = launches.query
+    launch, slots = launches.query, lse.shape[1]
+    delta_kernel[(len(query_tiles) * H,)](out, grad, narrow, delta, query_tiles, H, slots, launch.queries, 16, V)
     query_kernel[(len(query_tiles) * H,)](
         q, kv, pe, narrow, *(_matrix(x, launch.keys, width, launch.bulk) for x, width in ((kv, D), (kv, V), (pe, R))),
-        lse, delta, d_q, query_tiles, T, H, pe.stride(0), scale, **_constants(launch, widths),
+        lse, delta, d_q, query_tiles, H, slots, pe.stride(0), scale, **_constants(launch, widths),
     )  # fmt: skip
     launch, d_pe = launches.key, torch.empty(H, T, R, dtype=torch.float32, device=q.device)
     key_kernel[(len(key_tiles) * H,)](
         q, kv, pe, narrow,
         *(_matrix(x, launch.queries, width, launch.bulk) for x, width in ((q, D), (q, R), (narrow, V))),
-        lse, delta, *(_vector(x, launch.queries, launch.bulk) for x in (lse, delta)), d_kv, d_pe, key_tiles, T, H,
-        pe.stride(0), scale, STAGES=launch.stages, **_constants(launch, widths),
+        lse, delta, *(_vector(x, launch.queries, launch.bulk) for x in (lse, delta)), d_kv, d_pe, key_tiles,
+        T, H, slots, pe.stride(0), scale, STAGES=launch.stages, **_constants(launch, widths),
     )  # fmt: skip
     return d_q, d_kv, d_pe.sum(0).to(k_pe.dtype).view(k_pe.shape)
 
@@ -207,7 +207,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, kv, k_pe, ctx.scale, _, query_tiles, key_tiles = inputs
+    q, kv, k_pe, ctx.scale, _, _, query_tiles, key_tiles = inputs
     out, lse, row_max = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, row_max)
@@ -216,7 +216,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     *tensors, query_tiles, key_tiles = ctx.saved_tensors
-    return *_backward(grad, *tensors, ctx.scale, query_tiles, key_tiles), None, None, None, None
+    return *_backward(grad, *tensors, ctx.scale, query_tiles, key_tiles), None, None, None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -242,5 +242,6 @@ def call(q: Tensor, kv: Tensor, k_pe: Tensor, *, scale: float, lengths: tuple[in
     """See `tercet.ops.attention.mla_attention`."""
     launches = _launches(q.dtype, q.device)
     sizes = launches.forward.queries, launches.query.queries, launches.key.keys
-    out, _, row_max = _forward(q, kv, k_pe, scale, *(_tiles(lengths, size, q.device) for size in sizes))
+    slots = sum(-(-n // 16) * 16 for n in lengths)
+    out, _, row_max = _forward(q, kv, k_pe, scale, slots, *(_tiles(lengths, size, q.device) for size in sizes))
     return out, row_max

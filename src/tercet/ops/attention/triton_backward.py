@@ -20,17 +20,18 @@ from tercet.ops.gpu import INTERPRETED
 _COMPILED = tl.constexpr(not INTERPRETED)
 
 
-@triton.jit(do_not_specialize=["T", "H"])
-def delta_kernel(o, grad, narrow, delta, T, H, ROWS: tl.constexpr, V: tl.constexpr):
-    """Write ``δ`` [H, T] and *grad* in the products' type."""
-    head = tl.program_id(1)
-    token = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = token < T
-    address = ((token * H + head) * V)[:, None] + tl.arange(0, V)[None, :]
-    grad_RV = tl.load(grad + address, mask=inside[:, None], other=0.0)
-    o_RV = tl.load(o + address, mask=inside[:, None], other=0.0)
-    tl.store(narrow + address, grad_RV.to(narrow.dtype.element_ty), mask=inside[:, None])
-    tl.store(delta + head * T + token, tl.sum(grad_RV * o_RV, 1), mask=inside)
+@triton.jit(do_not_specialize=["H", "SLOTS"])
+def delta_kernel(o, grad, narrow, delta, tiles, H, SLOTS, M: tl.constexpr, ROWS: tl.constexpr, V: tl.constexpr):
+    """Write ``δ`` [H, SLOTS] and *grad* in the products' type, for M queries of one head."""
+    start, length, slot, head, tile, _ = locate(tiles, H)
+    for m0 in range(tile * M, tl.minimum(tile * M + M, length), ROWS):
+        row = m0 + tl.arange(0, ROWS)
+        inside = (row < length)[:, None]
+        address = ((start + row).to(tl.int64) * H + head)[:, None] * V + tl.arange(0, V)[None, :]
+        grad_RV = tl.load(grad + address, mask=inside, other=0.0)
+        o_RV = tl.load(o + address, mask=inside, other=0.0)
+        tl.store(narrow + address, grad_RV.to(narrow.dtype.element_ty), mask=inside)
+        tl.store(delta + head * SLOTS + slot + row, tl.sum(grad_RV * o_RV, 1), mask=row < length)
 
 
 @triton.jit
@@ -84,7 +85,7 @@ def _query_step(
     return dq_MD, dq_MR
 
 
-@triton.jit(do_not_specialize=["T", "H"])
+@triton.jit(do_not_specialize=["H", "SLOTS"])
 def query_kernel(
     q,
     kv,
@@ -97,8 +98,8 @@ def query_kernel(
     delta,
     d_q,
     tiles,
-    T,
     H,
+    SLOTS,
     pe_stride,
     scale,
     M: tl.constexpr,
@@ -111,7 +112,7 @@ def query_kernel(
     BULK: tl.constexpr,
 ):
     """Write dq [T, H, D + R] for M queries of one head."""
-    start, length, head, tile, count = locate(tiles, H)
+    start, length, slot, head, tile, count = locate(tiles, H)
     m0 = (count - 1 - tile) * M
     left = length - m0
     factor = scale * 1.4426950408889634
@@ -124,7 +125,7 @@ def query_kernel(
     else:
         q_MR = q_MD
     grad_MV = fetch(grad, grad, start + m0, head * V, H * V, left, M, V, True, False)
-    at = head * T + start + row_M
+    at = head * SLOTS + slot + row_M
     lse_M = tl.load(lse + at, mask=at_M < left, other=float("inf"))
     delta_M = tl.load(delta + at, mask=at_M < left, other=0.0)
     dq_MD = tl.zeros([M, D], tl.float32)
@@ -223,7 +224,7 @@ def _key_step(
     return dk_ND, dk_NR, dv_NV
 
 
-@triton.jit(do_not_specialize=["T", "H"])
+@triton.jit(do_not_specialize=["T", "H", "SLOTS"])
 def key_kernel(
     q,
     kv,
@@ -241,6 +242,7 @@ def key_kernel(
     tiles,
     T,
     H,
+    SLOTS,
     pe_stride,
     scale,
     M: tl.constexpr,
@@ -254,7 +256,7 @@ def key_kernel(
     STAGES: tl.constexpr,
 ):
     """Write the gradients of N keys and values of one head: d_kv [T, H, D + V] and this head's d_pe [H, T, R]."""
-    start, length, head, tile, _ = locate(tiles, H)
+    start, length, slot, head, tile, _ = locate(tiles, H)
     n0 = tile * N  # the keys that most queries see come first
     left = length - n0
     factor = scale * 1.4426950408889634
@@ -270,7 +272,7 @@ def key_kernel(
     dk_ND = tl.zeros([N, D], tl.float32)
     dk_NR = tl.zeros([N, R if R > 0 else D], tl.float32)
     dv_NV = tl.zeros([N, V], tl.float32)
-    row = head * T + start
+    row = head * SLOTS + slot
     # Masked: query tiles on the diagonal, and the sequence's last one where it is cut short.
     first, clear, whole = n0 // M * M, tl.cdiv(n0 + N, M) * M, length // M * M
     diagonal = (tl.minimum(clear, tl.cdiv(length, M) * M) - first) // M

@@ -2,7 +2,8 @@
 
 A program owns M queries of one head and walks its sequence's key tiles: first those that lie wholly in the past, which
 need no mask, then the ones on the diagonal, whose loads stop at the sequence's end (what lies behind may be another
-document's NaN). Logits stay unscaled; the scale and log₂e enter as one factor inside ``exp2``.
+document's NaN). What a backward pass needs of every query lies in slots: tokens in order, each sequence from a multiple
+of 16 on, which descriptors ask for. Logits stay unscaled; the scale and log₂e enter as one factor inside ``exp2``.
 
 Shapes: T tokens, H heads, M queries and N keys a tile; D the content width of queries and keys (128), R the width of
 the part that all heads share (64, may be 0), V the width of values. Locals carry their shape: q_MD.
@@ -16,16 +17,16 @@ import triton.language as tl
 
 @triton.jit
 def locate(tiles, H):
-    """Return the sequence's first token and length, this program's head, its tile, and the sequence's tile count.
+    """Return the sequence's first token, length and first slot, this program's head, its tile and how many there are.
 
     Programs of one sequence and head are neighbours, so that they meet its keys and values in the L2 cache.
     """
     program = tl.program_id(0)
-    entry = tiles + (program // H) * 4
+    entry = tiles + (program // H) * 5
     start, length = tl.load(entry), tl.load(entry + 1)
-    first, count = tl.load(entry + 2), tl.load(entry + 3)
+    first, count, slot = tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4)
     local = program - H * first
-    return start, length, local // count, local % count, count
+    return start, length, slot, local // count, local % count, count
 
 
 @triton.jit
@@ -115,7 +116,7 @@ def _absorb(
     return o_MV, total_M, peak_M
 
 
-@triton.jit(do_not_specialize=["T", "H"])
+@triton.jit(do_not_specialize=["T", "H", "SLOTS"])
 def forward_kernel(
     q,
     kv,
@@ -129,6 +130,7 @@ def forward_kernel(
     tiles,
     T,
     H,
+    SLOTS,
     pe_stride,
     scale,
     M: tl.constexpr,
@@ -140,8 +142,8 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     BULK: tl.constexpr,
 ):
-    """Write ``o`` [T, H, V] in fp32; of every query the log-sum-exp in base 2 and the largest logit, both [H, T]."""
-    start, length, head, tile, count = locate(tiles, H)
+    """Write ``o`` [T, H, V] in fp32, of every query the log-sum-exp in base 2 [H, SLOTS] and its largest logit [H, T]."""
+    start, length, slot, head, tile, count = locate(tiles, H)
     m0 = (count - 1 - tile) * M  # the longest rows first: the last programs to start are the shortest
     factor = scale * 1.4426950408889634
     at_M = tl.arange(0, M)
@@ -167,9 +169,8 @@ def forward_kernel(
             column, kv_stride, pe_stride, factor, N, D, R, V, OPERAND, PRECISION, BULK, True,
         )  # fmt: skip
     inside = row_M < length
-    to = head * T + start + row_M
-    tl.store(lse + to, best_M * factor + tl.log2(total_M), mask=inside)
-    tl.store(row_max + to, best_M * scale, mask=inside)
+    tl.store(lse + head * SLOTS + slot + row_M, best_M * factor + tl.log2(total_M), mask=inside)
+    tl.store(row_max + head * T + start + row_M, best_M * scale, mask=inside)
     target = out + ((start + m0).to(tl.int64) * H + head) * V
     address = target + at_M[:, None] * (H * V) + tl.arange(0, V)[None, :]
     tl.store(address, o_MV / total_M[:, None], mask=inside[:, None])
