@@ -145,8 +145,8 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, width = q.shape
     V = kv.shape[-1] - (width - k_pe.shape[-1])
-    statistics = (q.new_empty(H, width, dtype=torch.float32) for width in (slots, B * T))
-    return q.new_empty(B, T, H, V, dtype=torch.float32), *statistics
+    lse, row_max = (q.new_empty(H, width, dtype=torch.float32) for width in (slots, B * T))
+    return q.new_empty(B, T, H, V, dtype=torch.float32), lse, row_max
 
 
 @operator(

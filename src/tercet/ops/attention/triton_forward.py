@@ -142,7 +142,7 @@ def forward_kernel(
     PRECISION: tl.constexpr,
     BULK: tl.constexpr,
 ):
-    """Write ``o`` [T, H, V] in fp32, of every query the log-sum-exp in base 2 [H, SLOTS] and its largest logit [H, T]."""
+    """Write ``o`` [T, H, V] in fp32; of every query, the log-sum-exp in base 2 [H, SLOTS], largest logit [H, T]."""
     start, length, slot, head, tile, count = locate(tiles, H)
     m0 = (count - 1 - tile) * M  # the longest rows first: the last programs to start are the shortest
     factor = scale * 1.4426950408889634
