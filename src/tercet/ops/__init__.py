@@ -9,7 +9,15 @@ from tercet.ops.cross_entropy import IGNORE, linear_cross_entropy, token_logprob
 from tercet.ops.experts import routed_experts
 from tercet.ops.gate import kda_gate, sigmoid_gate
 from tercet.ops.glu import situ_glu, swiglu
-from tercet.ops.kda import fused_kda, fused_kda_export, kda, kda_decode
+from tercet.ops.kda import (
+    fused_kda,
+    fused_kda_adjoint,
+    fused_kda_export,
+    fused_kda_fold,
+    join_folds,
+    kda,
+    kda_decode,
+)
 from tercet.ops.newton_schulz import newton_schulz
 from tercet.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from tercet.ops.project import project
@@ -28,8 +36,11 @@ __all__ = [
     "attn_res_norm",
     "attn_res_weights",
     "fused_kda",
+    "fused_kda_adjoint",
     "fused_kda_export",
+    "fused_kda_fold",
     "gated_rms_norm",
+    "join_folds",
     "kda",
     "kda_decode",
     "kda_gate",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tercet.errors import ConfigError, ShapeError
 from tercet.ops.gate import kda_gate
-from tercet.ops.kda import decode, export, reference, torch_
+from tercet.ops.kda import decode, export, fold, reference, torch_
 from tercet.ops.norm import l2_norm
 from tercet.ops.packing import sequence_lengths
 from tercet.ops.registry import Operator
@@ -130,11 +130,7 @@ def fused_kda(
     """
     _check(q, k, v, {"z": (z, q.shape), "b": (b, q.shape[:3])}, state, cu_seqlens)
     _check_floor(lower_bound)
-    if A_log.shape != q.shape[2:3] or dt_bias.shape != q.shape[2:]:
-        raise ShapeError(
-            f"A_log must be [heads] = {tuple(q.shape[2:3])} and dt_bias [heads, key] = {tuple(q.shape[2:])}, "
-            f"got {tuple(A_log.shape)} and {tuple(dt_bias.shape)}"
-        )
+    _check_gate(q, A_log, dt_bias)
     return _fused(
         q,
         k,
@@ -216,6 +212,99 @@ def fused_kda_export(
         state=state,
         cu_seqlens=cu_seqlens,
     )
+
+
+_fold = Operator("fused_kda_fold", fold.fused_kda_fold, triton_module="tercet.ops.kda.triton_slice")
+_adjoint = Operator("fused_kda_adjoint", fold.fused_kda_adjoint, triton_module="tercet.ops.kda.triton_adjoint")
+
+
+def fused_kda_fold(
+    k: Float[Tensor, "batch tokens heads key"],
+    v: Float[Tensor, "batch tokens heads value"],
+    z: Float[Tensor, "batch tokens heads key"],
+    b: Float[Tensor, "batch tokens heads"],
+    A_log: Float[Tensor, "heads"],
+    dt_bias: Float[Tensor, "heads key"],
+    *,
+    lower_bound: float | None = -5.0,
+    cu_seqlens: Int[Tensor, "bounds"] | None = None,
+) -> tuple[Float[Tensor, "sequences heads key key"], Float[Tensor, "sequences heads value key"]]:
+    """Return what every sequence does to a state: ``S_out = S_in @ transition + local`` (report §5.1.2, eq. 17).
+
+    A rank of context parallelism folds its slice so, gathers the folds of the ranks before it and finds its own start
+    state without walking their tokens. With states stored value first, transition is the transpose of the report's M.
+    Gradients do not pass: the way back is `fused_kda_adjoint`.
+
+    Args:
+        k: as in `fused_kda`, like all arguments.
+        v: likewise.
+        z: likewise.
+        b: likewise.
+        A_log: likewise.
+        dt_bias: likewise.
+        lower_bound: likewise.
+        cu_seqlens: likewise.
+
+    Returns:
+        transition and local, at least fp32; one and zero for an empty sequence.
+
+    Raises:
+        ShapeError: shapes disagree.
+        ConfigError: lower_bound outside [-5, 0).
+    """
+    _check(k, k, v, {"z": (z, k.shape), "b": (b, k.shape[:3])}, None, cu_seqlens)
+    _check_floor(lower_bound)
+    _check_gate(k, A_log, dt_bias)
+    return _fold(k, v, z, b, A_log, dt_bias, lower_bound=lower_bound, cu_seqlens=cu_seqlens)
+
+
+def fused_kda_adjoint(
+    d_o: Float[Tensor, "batch tokens heads value"],
+    q: Float[Tensor, "batch tokens heads key"],
+    k: Float[Tensor, "batch tokens heads key"],
+    z: Float[Tensor, "batch tokens heads key"],
+    b: Float[Tensor, "batch tokens heads"],
+    A_log: Float[Tensor, "heads"],
+    dt_bias: Float[Tensor, "heads key"],
+    *,
+    scale: float | None = None,
+    lower_bound: float | None = -5.0,
+    cu_seqlens: Int[Tensor, "bounds"] | None = None,
+) -> Float[Tensor, "sequences heads value key"]:
+    """Return the gradient of every sequence's initial state from its outputs alone, the adjoint's local fold.
+
+    With a gradient *d_final* of the final state the whole is ``d_final @ transition.mT + local``, where transition is
+    that of `fused_kda_fold`. Values do not enter: the recurrence is linear in them and the state.
+
+    Args:
+        d_o: gradient of the outputs.
+        q: as in `fused_kda`, like all other arguments.
+        k: likewise.
+        z: likewise.
+        b: likewise.
+        A_log: likewise.
+        dt_bias: likewise.
+        scale: likewise.
+        lower_bound: likewise.
+        cu_seqlens: likewise.
+
+    Raises:
+        ShapeError: shapes disagree.
+        ConfigError: lower_bound outside [-5, 0).
+    """
+    _check(q, k, d_o, {"z": (z, q.shape), "b": (b, q.shape[:3])}, None, cu_seqlens)
+    _check_floor(lower_bound)
+    _check_gate(q, A_log, dt_bias)
+    settings = {"scale": scale, "lower_bound": lower_bound, "cu_seqlens": cu_seqlens}
+    return _adjoint(d_o, q, k, z, b, A_log, dt_bias, **settings)
+
+
+def join_folds(
+    earlier: tuple[Float[Tensor, "*lead key key"], Float[Tensor, "*lead value key"]],
+    later: tuple[Float[Tensor, "*lead key key"], Float[Tensor, "*lead value key"]],
+) -> tuple[Float[Tensor, "*lead key key"], Float[Tensor, "*lead value key"]]:
+    """Return the fold of two slices that follow each other; associative. Keep it in fp32: it has to stay exact."""
+    return earlier[0] @ later[0], earlier[1] @ later[0] + later[1]
 
 
 _decode = Operator("kda_decode", decode.kda_decode, triton_module="tercet.ops.kda.triton_decode")
@@ -317,6 +406,14 @@ def kda_decode(
 def _check_floor(floor: float | None) -> None:
     if floor is not None and not -5.0 <= floor < 0.0:
         raise ConfigError(f"the gate's lower bound is {floor}; the factorised tile form needs it in [-5, 0)")
+
+
+def _check_gate(q: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
+    if A_log.shape != q.shape[2:3] or dt_bias.shape != q.shape[2:]:
+        raise ShapeError(
+            f"A_log must be [heads] = {tuple(q.shape[2:3])} and dt_bias [heads, key] = {tuple(q.shape[2:])}, "
+            f"got {tuple(A_log.shape)} and {tuple(dt_bias.shape)}"
+        )
 
 
 def _check(

@@ -45,7 +45,9 @@ def kda_decode(
     for t in range(window):
         rows = []
         for part, (x, weight) in enumerate(zip((q, k, v), conv_weights)):
-            y, tails[part] = short_conv(x[live, t : t + 1].flatten(2), weight, state=tails[part])
+            y, tail = short_conv(x[live, t : t + 1].flatten(2), weight, state=tails[part])
+            assert tail is not None
+            tails[part] = tail
             rows.append(y.view(len(live), 1, heads, width))
         now = (live, slice(t, t + 1))
         q_t, k_t, v_t = rows

@@ -55,11 +55,13 @@ def fold_pieces(
 ):
     """Fold one piece × head × BV rows: S̃ to ``states [slots, H, V, K]``, Mᵀ to ``transitions [slots, H, K, K]``.
 
-    Both go to the slot after the piece. The first piece of a sequence starts from its initial state and has no M.
+    Both go to the slot after the piece, or where that is −2 to the one before it. The first piece of a sequence starts
+    from its initial state and has no M.
     """
     block = tl.program_id(0)
     head = tl.program_id(1)
     first, count, token0, length, sequence, before, after = load_piece(folds, tl.program_id(2))
+    target = tl.where(after == -2, before, after)
     moves = block >= V // BV  # rows of M
     if moves and before == -1:
         return
@@ -90,9 +92,9 @@ def fold_pieces(
         high, low = halves(u_VC)
         S_VK = tl.dot(high, k_hat_CK, tl.dot(low, k_hat_CK, S_VK * decay_K[None, :]))
     if moves:
-        tl.store(transitions + (after * H + head).to(tl.int64) * (K * K) + matrix, S_VK * grow)
+        tl.store(transitions + (target * H + head).to(tl.int64) * (K * K) + matrix, S_VK * grow)
     else:
-        tl.store(states + (after * H + head).to(tl.int64) * (V * K) + matrix, S_VK * grow)
+        tl.store(states + (target * H + head).to(tl.int64) * (V * K) + matrix, S_VK * grow)
 
 
 @triton.jit
@@ -218,15 +220,16 @@ def fold_adjoint(
     folds: Tensor,
     d_final: Tensor,
     adjoints: Tensor,
-    transitions: Tensor,
+    transitions: Tensor | None,
 ) -> None:
-    """Run `fold_back` over the rows of *folds*; *work* is that of the backward pass."""
+    """Run `fold_back` over the rows of *folds*; *work* is that of the backward pass. Without *transitions* no M."""
     H, V = d_o.shape[1:]
     K = work[3].shape[-1]
     wide, k_hat, _, decay, d_o_max, write = work
     block = min(BLOCK_V, V, K)
-    fold_back[((V + K) // block, H, len(folds))](
-        *(d_o, wide, k_hat, decay, d_o_max, folds, write, d_final, adjoints, transitions, *d_o.stride()[:2]),
+    rows, moves = (V, adjoints) if transitions is None else (V + K, transitions)
+    fold_back[(rows // block, H, len(folds))](
+        *(d_o, wide, k_hat, decay, d_o_max, folds, write, d_final, adjoints, moves, *d_o.stride()[:2]),
         **dict(H=H, K=K, V=V, BV=block, C=TILE, **FOLD_BACK),
     )
 

@@ -273,3 +273,14 @@ def _to_device(tables: list[list], device: torch.device) -> list[Tensor]:
         made.append(flat[start : start + width * len(rows)].view(len(rows), width))
         start += width * len(rows)
     return made
+
+
+@lru_cache(maxsize=64)
+def plan_slices(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the rows of pieces that are whole sequences, folded from nothing into slot n both ways."""
+    rows, first, token = [], 0, 0
+    for n, length in enumerate(lengths):
+        count = -(-length // TILE)
+        rows.append((first, count, token, length, n, n, NOWHERE))
+        first, token = first + count, token + length
+    return _to_device([rows], device)[0]
