@@ -109,5 +109,5 @@ def test_a_rank_that_leaves_is_named(gang: Gang) -> None:
     lost, none = gang.run(2, jobs.leave)
     assert none is None
     assert isinstance(lost, PeerError)
-    assert "rank 1 died or hang" in str(lost)
+    assert "rank 1 has died or hangs" in str(lost)
     assert "adding up over ranks" in str(lost)

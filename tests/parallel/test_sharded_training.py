@@ -160,7 +160,7 @@ def test_a_rank_killed_in_the_middle_of_a_save(
     found = gang.run(2, jobs.killed, often, run, victim)
     assert isinstance(found[victim], EOFError)
     assert isinstance(found[1 - victim], PeerError)
-    assert f"rank {victim} died or hang" in str(found[1 - victim])
+    assert f"rank {victim} has died or hangs" in str(found[1 - victim])
     assert [path.name for path in checkpoints(run)] == ["step-00000002"]
     verify(checkpoints(run)[0])
     resumed = Trainer(often, corpus, run)

@@ -134,7 +134,7 @@ class Processes(Ranks):
 
     def lost(self, what: str, error: BaseException) -> PeerError:
         """Call the roll and return the error of rank *rank* losing a peer while doing *what*."""
-        reason = str(error).strip().partition("\n")[0].partition(". This is")[0]
+        reason = str(error).rpartition("] ")[2].partition("\n")[0].partition(". This is")[0]
         return PeerError(
             f"{self._who_is_gone()} while rank {self.rank} was {what}; what was published before is intact, start the "
             f"same command again to go on from there ({reason})"
@@ -153,7 +153,8 @@ class Processes(Ranks):
             return "rank 0 or its machine is gone"
         if not silent:
             return "a connection between ranks broke"
-        return f"{'ranks' if len(silent) > 1 else 'rank'} {', '.join(map(str, sorted(silent)))} died or hang"
+        names = ", ".join(map(str, sorted(silent)))
+        return f"rank {names} has died or hangs" if len(silent) == 1 else f"ranks {names} have died or hang"
 
     def sum(self, tensor: Tensor) -> Tensor:
         """See `Ranks.sum`."""
