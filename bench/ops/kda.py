@@ -10,6 +10,7 @@ from harness import Case, gradients, importable, relative_error
 
 from tercet.ops import fused_kda, kda_gate, l2_norm, use_tier
 from tercet.ops.kda import kda_decode, reference
+from tercet.ops.kda.triton_plan import use_pieces
 
 LIMITS = {"o": 5e-3, "final": 2e-3, "q": 8e-3, "k": 8e-3, "v": 8e-3, "z": 1e-2, "b": 1e-2, "state": 5e-3}
 FORWARD_BYTES, BOTH_BYTES = 1280, 3584
@@ -19,7 +20,7 @@ RECORD = 67_840
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Return prefill and training on three packings, then decode at four batch sizes."""
+    """Return prefill and training on three packings, a long sequence of few heads, softplus, decode at four sizes."""
     big = device.type == "cuda"
     heads, width = (96, 128) if big else (2, 16)
     packings = (
@@ -51,8 +52,52 @@ def cases(device: torch.device) -> list[Case]:
         made.append(
             Case(f"KDA f+b, {name}", gradients(run, inputs), both, bytes=BOTH_BYTES * units, flops=426e3 * units)
         )
+    made += _few_heads((65536,) if big else (64,), 8 if big else 1, width, device)
+    made += _softplus((8192,) if big else (20,), 32 if big else 1, width, device)
     batches = (1, 32, 128, 256) if big else (2,)
     return made + [_decode_case(batch, heads, width, device) for batch in batches]
+
+
+def _few_heads(lengths: tuple[int, ...], heads: int, width: int, device: torch.device) -> list[Case]:
+    """One long sequence whose heads cannot fill the GPU: in pieces as planned, beside the same kernels in one."""
+    inputs = _draw(lengths, heads, width, device)
+    units = sum(lengths) * heads
+
+    def run(*inputs):
+        return fused_kda(*inputs)[0]
+
+    def whole(*inputs):
+        with use_pieces(1):
+            return run(*inputs)
+
+    both, alone = gradients(run, inputs), gradients(whole, inputs)
+    forward = {"unsplit": lambda: whole(*inputs)}
+    name = f"{lengths[0]} tokens × {heads} heads"
+    return [
+        Case(f"KDA forward, {name}", lambda: run(*inputs), forward, bytes=FORWARD_BYTES * units, flops=110e3 * units),
+        Case(f"KDA f+b, {name}", both, {"unsplit": alone}, bytes=BOTH_BYTES * units, flops=426e3 * units),
+    ]
+
+
+def _softplus(lengths: tuple[int, ...], heads: int, width: int, device: torch.device) -> list[Case]:
+    """The gate of Kimi Linear, beside the torch tier."""
+    inputs = _draw(lengths, heads, width, device)
+    units = sum(lengths) * heads
+
+    def run(*inputs):
+        return fused_kda(*inputs, lower_bound=None)[0]
+
+    def plain(*inputs):
+        with use_tier("torch"):
+            return run(*inputs)
+
+    both, torch_both = gradients(run, inputs), gradients(plain, inputs)
+    name = f"softplus gate, {lengths[0]} × {heads} heads"
+    forward = {"torch": lambda: plain(*inputs)}
+    return [
+        Case(f"KDA forward, {name}", lambda: run(*inputs), forward, bytes=FORWARD_BYTES * units, flops=110e3 * units),
+        Case(f"KDA f+b, {name}", both, {"torch": torch_both}, bytes=BOTH_BYTES * units, flops=426e3 * units),
+    ]
 
 
 def _draw(lengths: tuple[int, ...], heads: int, width: int, device: torch.device) -> list[torch.Tensor]:
