@@ -29,7 +29,6 @@ from tercet.eval.compression import bits_per_byte
 from tercet.model import CausalLM, Context, Observer, build, to_compute_dtype
 from tercet.parallel import Ranks
 from tercet.train.balance import balancer_for
-from tercet.train.balance.balancer import LayerBalance
 from tercet.train.checkpoint import (
     check_same_run,
     copy_tokenizer,
@@ -42,10 +41,11 @@ from tercet.train.interrupt import polite_interrupt
 from tercet.train.loss import components
 from tercet.train.metrics import MetricsLog, NoLog, Sink
 from tercet.train.observers import Observers
-from tercet.train.optimizer import Optimizer, StepReport
+from tercet.train.optimizer import Optimizer
 from tercet.train.probe import probe
 from tercet.train.progress import Progress, SteadyConsole
 from tercet.train.qk_clip import QKClip
+from tercet.train.rows import balance_row, norms_row
 from tercet.train.samples import Samples
 from tercet.train.saving import Saver
 from tercet.train.schedule import learning_rate
@@ -230,10 +230,10 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": round(self.seconds, 4),
             "tokens_per_second": round(tokens / seconds, 1),
-            **_norms(report),
+            **norms_row(report),
             "qk_logit_max": clip.largest if clip else None,
             "qk_clipped_heads": clip.clipped if clip else 0,
-            "balance": {str(layer): _balance_row(b) for layer, b in balance.items()},
+            "balance": {str(layer): balance_row(b) for layer, b in balance.items()},
         }
 
     def _forward_backward(self, batches: Sequence[Batch], progress: float) -> dict[str, float | None]:
@@ -413,25 +413,3 @@ def _to(batch: Batch, device: torch.device) -> Batch:
     # The bounds stay on the host: every operator reads them there, and reading them from the GPU would wait for it.
     moved = {name: getattr(batch, name).to(device) for name in ("tokens", "targets", "loss_weight")}
     return replace(batch, **moved)
-
-
-def _norms(report: StepReport) -> dict[str, Any]:
-    return {
-        "grad_norm": report.grad_norm["all"],
-        "grad_norm_router": report.grad_norm["routers"],
-        "grad_norm_embedding": report.grad_norm["embeddings"],
-        "update_rms": report.update_rms,
-        "skipped": report.skipped,
-    }
-
-
-def _balance_row(balance: LayerBalance) -> dict[str, Any]:
-    total = sum(balance.loads)
-    return {
-        "max_violation": balance.max_violation,
-        "cv": balance.load_cv,
-        "dead": balance.dead,
-        "bias_range": balance.bias_range,
-        "max_occupancy": balance.occupancy,
-        "load": [round(load / total, 6) for load in balance.loads],
-    }
