@@ -15,6 +15,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -64,6 +65,8 @@ class Tokenizer:
         for token, rank in self.ranks.items():
             self.token_bytes[rank] = token
         self._spelling = {token: spelling.encode() for spelling, token in self.control.items()}
+        longest_first = sorted(self.control, key=len, reverse=True)
+        self._spellings = re.compile(f"({'|'.join(map(re.escape, longest_first))})")
         table = json.dumps(self.control, sort_keys=True).encode()
         self.fingerprint = hashlib.sha256(serialize_ranks(self.ranks) + table).hexdigest()
         """SHA-256 of ranks and control table; equal fingerprints encode equally."""
@@ -178,10 +181,19 @@ class Tokenizer:
         """Like `encode`, as a uint32 array; releases the interpreter lock while it works."""
         if not isinstance(text, str):
             raise DataError(f"a tokenizer encodes str, got {type(text).__name__}; decode bytes first")
-        allowed = set(self.control) if allow_special else set()
+        text = well_formed(text)
+        if not allow_special:
+            return self._ordinary(text)
+        # Spellings come out before the text is cut: an image's pads are one run without a space, longer than a cut.
         parts = [
-            self._engine.encode_to_numpy(piece, allowed_special=allowed, disallowed_special=())
-            for piece in pieces(well_formed(text))
+            np.array([self.control[part]], dtype=np.uint32) if number % 2 else self._ordinary(part)
+            for number, part in enumerate(self._spellings.split(text))
+        ]
+        return np.concatenate(parts)
+
+    def _ordinary(self, text: str) -> UInt[np.ndarray, tokens]:
+        parts = [
+            self._engine.encode_to_numpy(piece, allowed_special=set(), disallowed_special=()) for piece in pieces(text)
         ]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint32)
 

@@ -36,6 +36,17 @@ def test_M25_one_pad_for_a_whole_image(byte_tokenizer) -> None:
             check_feature_rows(sample, rows)
 
 
+def test_M25_the_largest_image_keeps_every_pad(byte_tokenizer, merged_tokenizer) -> None:
+    """16,817 pads (vision.md §2) are one run without a space, longer than the cuts that the tokenizer makes in text."""
+    conversation = Conversation((Message("user", ("before", ImagePart("a"), "after")),))
+    for tokenizer in (byte_tokenizer, merged_tokenizer):
+        sample = encoded(conversation, tokenizer, images=[ImageSize(1860, 7040, 16_817)])
+        check_feature_rows(sample, [16_817])
+        pad = tokenizer.control["<|media_pad|>"]
+        assert [sample.ids[position] for position in sample.pads[0]] == [pad] * 16_817
+        assert sample.ids.count(pad) == 16_817
+
+
 @pytest.mark.parametrize("fixture", ["merged_tokenizer", "published_tokenizer"])
 def test_M27_placeholder_before_a_newline(request, fixture) -> None:
     tokenizer = request.getfixturevalue(fixture)
