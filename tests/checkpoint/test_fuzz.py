@@ -1,13 +1,12 @@
 """Files of a checkpoint written by an enemy: configuration, index, links, pipes, holes. Refused in one clear error.
 
-Each fuzz test runs briefly here and for long under ``-m slow`` (`longer`).
+Each fuzz test runs briefly here and for long under ``-m slow``.
 """
 
 import copy
 import json
 import os
 import struct
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from fuzzing import longer
 from tercet.checkpoint.directory import CheckpointDirectory, read_headers
 from tercet.checkpoint.headers import MAX_HEADER_BYTES, parse_json, read_header, read_json
 from tercet.checkpoint.layouts import LAYOUTS
@@ -28,13 +28,8 @@ from tercet.errors import CheckpointError, ConfigError
 from tests.checkpoint.miniatures import MINIATURE, editable, published
 from tests.checkpoint.test_headers import FIELDS, VALID, check_consistent, write
 
+NAMES = pytest.mark.parametrize("name", ["k3", "kimi-linear"])
 QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
-def longer(test: Any, *strategies: st.SearchStrategy[Any], examples: int = 20_000) -> Callable[..., None]:
-    """Return the slow twin of a hypothesis test."""
-    long = settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
-    return pytest.mark.slow(long(given(*strategies)(test.hypothesis.inner_test)))
 
 
 scalars = st.one_of(
@@ -76,7 +71,7 @@ def mutate(data: Any, draw: st.DataObject) -> Any:
     return data
 
 
-@pytest.mark.parametrize("name", ["k3", "kimi-linear"])
+@NAMES
 @QUICK
 @given(st.data())
 def test_any_configuration_is_read_or_refused(name: str, data: st.DataObject) -> None:
@@ -106,7 +101,7 @@ def test_any_configuration_beside_weights_is_opened_or_refused(tmp_path: Path, d
     assert opened.model.num_layers == MINIATURE.num_layers
 
 
-test_any_configuration_for_long = longer(test_any_configuration_is_read_or_refused, st.data())
+test_any_configuration_for_long = NAMES(longer(test_any_configuration_is_read_or_refused, st.data()))
 test_any_configuration_beside_weights_for_long = longer(
     test_any_configuration_beside_weights_is_opened_or_refused, st.data(), examples=5_000
 )

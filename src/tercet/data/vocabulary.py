@@ -242,12 +242,28 @@ def published_table(path: Path) -> dict[str, int] | None:
     """Read the control spellings in the ``added_tokens_decoder`` of a published ``tokenizer_config.json``, if any.
 
     Raises:
-        DataError: the file is not JSON or the table is malformed.
+        DataError: the file is not JSON, or the table is malformed or names an id or a spelling twice.
     """
     if not path.exists():
         return None
     try:
-        table: Any = json.loads(path.read_text(encoding="utf-8")).get("added_tokens_decoder")
-        return {entry["content"]: int(token) for token, entry in table.items()} if table else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        table: Any = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_unique).get("added_tokens_decoder")
+        named = {int(token): entry["content"] for token, entry in table.items()} if table else None
+        json.dumps(table, ensure_ascii=False).encode()  # JSON can spell half a surrogate pair, UTF-8 cannot
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path}: added_tokens_decoder is not a table of id → content ({error!r})") from error
+    if named is None:
+        return None
+    spellings = list(named.values())
+    if not all(isinstance(spelling, str) and spelling for spelling in spellings):
+        raise DataError(f"{path}: a control token's content is empty or no text; every control token needs a spelling")
+    if len(named) != len(table) or len(set(spellings)) != len(spellings):
+        raise DataError(f"{path}: added_tokens_decoder gives an id or a spelling twice; each names one control token")
+    return {spelling: token for token, spelling in named.items()}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a key is given twice")
+    return table
