@@ -60,11 +60,15 @@ def build(work: Path) -> Engine:
     shutil.rmtree(work / "venv", ignore_errors=True)
     print(f"making the environment {work / 'venv'}", flush=True)
     venv.create(work / "venv", with_pip=True)
-    _pip(work, ["install", *BUILD_TOOLS], "install the build tools")
+    _pip(work, ["install", *BUILD_TOOLS], "install the build tools; is the network away?")
     _unpack(work, _fetch(work))
     print("compiling llama.cpp, once; about ten minutes on two cores", flush=True)
     options = ["--no-build-isolation", f"--config-settings=build-dir={work / 'cmake'}"]
-    _pip(work, ["install", "-v", *options, str(work / NAME)], "compile llama.cpp")
+    _pip(
+        work,
+        ["install", "-v", *options, str(work / NAME)],
+        "compile llama.cpp; a second run goes on where the compiler stopped",
+    )
     if not _imports(python):
         raise BuildError(f"{NAME} was installed but does not import; remove {work} and try again")
     stamp.write_text(STAMP)

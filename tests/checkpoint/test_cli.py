@@ -34,6 +34,11 @@ def test_index_of_a_preset(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert tercet(capsys, "index", "tiny", "--out", tmp_path / "i.json")[0] == 0
     places = json.loads((tmp_path / "i.json").read_text())["weight_map"]
     assert sorted(places) == sorted(line.split()[-1] for line in lines)
+    (tmp_path / "i.json").write_text("precious")
+    code, _, err = tercet(capsys, "index", "tiny", "--out", tmp_path / "i.json")
+    assert code == 2
+    assert "already exists" in err
+    assert (tmp_path / "i.json").read_text() == "precious"
     assert tercet(capsys, "index", "kimi-linear-48b", "--summary")[1].startswith(
         "kimi-linear-48b, kimi-linear layout: 20,493 tensors"
     )
@@ -100,6 +105,20 @@ def test_compare_finds_the_first_layer(capsys: pytest.CaptureFixture[str], tmp_p
     code, out, _ = tercet(capsys, "compare", published("k3"), published("kimi-linear"))
     assert code == 1
     assert "setting activation" in out
+
+
+def test_compare_two_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Two runs of one preset with other weights differ from the first layer on; a run against itself in nothing."""
+    for seed in (1, 2):
+        new = ("new", tmp_path / f"mini{seed}", "--preset", "tiny", "--seed", seed, "--no-vision")
+        assert tercet(capsys, *map(str, new))[0] == 0
+        assert tercet(capsys, "import", tmp_path / f"mini{seed}", tmp_path / f"run{seed}")[0] == 0
+    code, out, _ = tercet(capsys, "compare", tmp_path / "run1", tmp_path / "run2")
+    assert code == 1
+    assert "first divergence beyond 0.0001: layer 0" in out
+    code, out, _ = tercet(capsys, "compare", tmp_path / "run1", tmp_path / "run1")
+    assert code == 0
+    assert "0 different" in out
 
 
 def test_pinned_routing_separates_values_from_choices() -> None:

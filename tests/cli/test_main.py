@@ -114,3 +114,22 @@ def test_interrupted_while_a_verb_is_loading(monkeypatch, capsys):
     monkeypatch.setattr(command.importlib, "import_module", interrupted)
     assert command.main(["plan"]) == 130
     assert capsys.readouterr().err == "\ntercet plan: stopped\n"
+
+
+def test_a_reader_that_leaves_a_table_is_no_error():
+    """Rich turns the closed pipe into an exit with status 1; the command still did what was wanted of it."""
+    words = [sys.executable, "-m", "tercet", "plan", "k3"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 0
+
+
+def test_an_exit_that_a_verb_asks_for_is_passed_on(monkeypatch):
+    def run(args):
+        raise SystemExit(5)
+
+    with pytest.raises(SystemExit, match="5"):
+        _verb(monkeypatch, run)

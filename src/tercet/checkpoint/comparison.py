@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tercet.checkpoint.directory import CheckpointDirectory
 from tercet.checkpoint.mxfp4 import PackedWeight
+from tercet.checkpoint.progress import byte_progress
 from tercet.checkpoint.weights import Weight, weights
 from tercet.model import CausalLM, Context, Observer
 from tercet.model.decoder import DecoderLayer, Depth
@@ -46,8 +47,13 @@ def _values(directory: CheckpointDirectory, weight: Weight) -> Tensor:
     return value.decode(torch.float32) if isinstance(value, PackedWeight) else value.to(torch.float32)
 
 
-def compare_weights(a: CheckpointDirectory, b: CheckpointDirectory) -> WeightReport:
+def compare_weights(a: CheckpointDirectory, b: CheckpointDirectory, *, show: bool | None = None) -> WeightReport:
     """Compare weight by weight, decoding MXFP4; vision tensors are compared where both carry them.
+
+    Args:
+        a: first checkpoint.
+        b: second checkpoint.
+        show: progress bar; None shows it on a terminal.
 
     Raises:
         CheckpointError: either repeats its head or embedding with other bytes.
@@ -56,13 +62,15 @@ def compare_weights(a: CheckpointDirectory, b: CheckpointDirectory) -> WeightRep
         side.check_copies()
     report = WeightReport()
     mine, theirs = ({w.name: w for w in weights(side.model)} for side in (a, b))
-    for name, weight in mine.items():
-        if name not in theirs:
-            report.differences.append(WeightDifference(name, "only in A"))
-        elif theirs[name].shape != weight.shape:
-            report.differences.append(WeightDifference(name, f"shape {weight.shape} and {theirs[name].shape}"))
-        else:
-            _compare(report, name, _values(a, weight), _values(b, weight))
+    with byte_progress("comparing", sum(4 * weight.numel for weight in mine.values()), show) as advance:
+        for name, weight in mine.items():
+            if name not in theirs:
+                report.differences.append(WeightDifference(name, "only in A"))
+            elif theirs[name].shape != weight.shape:
+                report.differences.append(WeightDifference(name, f"shape {weight.shape} and {theirs[name].shape}"))
+            else:
+                _compare(report, name, _values(a, weight), _values(b, weight))
+            advance(4 * weight.numel)
     report.differences += [WeightDifference(name, "only in B") for name in theirs if name not in mine]
     carried = [{t.name for t in side.expected.values() if t.weight is None} for side in (a, b)]
     for name in sorted(carried[0] & carried[1]):

@@ -337,7 +337,8 @@ def _write(
         raise missing("gguf", "gguf", "exporting for llama.cpp") from error
     architecture = ARCHITECTURES[natural_layout(config).name]
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name(path.name.removeprefix(".").removesuffix(".part").removesuffix(".gguf"))
+    name = path.name.removeprefix(".").removesuffix(".part")
+    writer.add_name(name.removesuffix(".gguf"))
     writer.add_type("model")
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     for key, value in metadata(config).items():
@@ -353,7 +354,7 @@ def _write(
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    with byte_progress(f"writing {path.name}", sum(int(np.prod(t.byte_shape)) for t in tensors), show) as advance:
+    with byte_progress(f"writing {name}", sum(int(np.prod(t.byte_shape)) for t in tensors), show) as advance:
         for tensor in tensors:
             data = tensor.data()
             assert data.nbytes == np.prod(tensor.byte_shape), tensor.name

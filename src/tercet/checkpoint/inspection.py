@@ -11,6 +11,7 @@ import torch
 from tercet.checkpoint.directory import CheckpointDirectory
 from tercet.checkpoint.layouts import DTYPE_BYTES, GROUP
 from tercet.checkpoint.mxfp4 import CODES, PackedWeight
+from tercet.checkpoint.progress import byte_progress
 from tercet.config import ModelConfig
 
 
@@ -73,20 +74,23 @@ def layer_pattern(config: ModelConfig) -> str:
     return "".join(c if config.is_moe(n) else c.lower() for n, c in enumerate(letters))
 
 
-def code_histogram(directory: CheckpointDirectory) -> dict[float, float]:
+def code_histogram(directory: CheckpointDirectory, *, show: bool | None = None) -> dict[float, float]:
     """Return the share of non-zero MXFP4 blocks by their largest |code|, which tells the scale rule that wrote them.
 
-    ``even`` and ``floor`` leave only 4 and 6, ``rceil`` also 3 (post_training.md §3.3). Reads the data.
+    ``even`` and ``floor`` leave only 4 and 6, ``rceil`` also 3 (post_training.md §3.3). Reads the data, with a progress
+    bar as *show* asks.
     """
     counts: Counter[int] = Counter()
-    for tensor in directory.in_file_order():
-        if tensor.part != "packed" or tensor.weight is None:
-            continue
-        value = directory.weight(tensor.weight)
-        assert isinstance(value, PackedWeight)
-        magnitude = torch.maximum(value.packed & 7, (value.packed >> 4) & 7)
-        largest = magnitude.unflatten(-1, (-1, GROUP // 2)).amax(-1).flatten()
-        counts.update(dict(enumerate(torch.bincount(largest, minlength=8).tolist())))
+    packed = [tensor for tensor in directory.in_file_order() if tensor.part == "packed"]
+    with byte_progress("reading codes", sum(tensor.nbytes for tensor in packed), show) as advance:
+        for tensor in packed:
+            assert tensor.weight is not None
+            value = directory.weight(tensor.weight)
+            assert isinstance(value, PackedWeight)
+            magnitude = torch.maximum(value.packed & 7, (value.packed >> 4) & 7)
+            largest = magnitude.unflatten(-1, (-1, GROUP // 2)).amax(-1).flatten()
+            counts.update(dict(enumerate(torch.bincount(largest, minlength=8).tolist())))
+            advance(tensor.nbytes)
     total = math.fsum(counts[code] for code in range(1, 8))
     return {CODES[code]: counts[code] / total for code in range(1, 8) if counts[code]} if total else {}
 

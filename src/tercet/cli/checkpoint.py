@@ -17,7 +17,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from tercet.errors import ConfigError
+from tercet.errors import CheckpointError, ConfigError
 from tercet.presets import PRESETS, preset
 from tercet.util.text import count, size
 
@@ -245,6 +245,8 @@ def _index(args: argparse.Namespace) -> int:
     from tercet.checkpoint.published_config import check_expressible
     from tercet.util.files import write_json
 
+    if args.out and os.path.lexists(args.out):
+        raise CheckpointError(f"{args.out} already exists; choose another file, or remove it first")
     config = preset(args.preset).model
     chosen = layout(args.layout) if args.layout else natural_layout(config)
     check_expressible(chosen, config)

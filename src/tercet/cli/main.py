@@ -61,16 +61,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return _run(verb, rest)
-    except BrokenPipeError:  # the reader left; nothing more may be written, not even at exit
-        with contextlib.suppress(OSError, ValueError):  # no file descriptor behind it
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        return _reader_left()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # how rich says that the reader left
+            return _reader_left()
+        raise
     except (TercetError, OSError) as error:
         print(f"tercet {verb}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"\ntercet {verb}: stopped", file=sys.stderr)
         return 130
+
+
+def _reader_left() -> int:
+    """Write nothing more, not even at exit: under ``| head`` the command did what was wanted of it."""
+    with contextlib.suppress(OSError, ValueError):  # no file descriptor behind it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def _run(verb: str, arguments: Sequence[str]) -> int:
