@@ -21,15 +21,18 @@ class Gang:
         self._folder = Path(tempfile.mkdtemp(prefix="tercet-gang-"))
         self._jobs = 0
 
-    def run(self, world: int, job: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call ``job(ranks, *args)`` in *world* processes; returns what each returned or raised, by rank."""
+    def run(self, world: int, job: Callable[..., Any], *args: Any, patience: float = 60.0) -> list[Any]:
+        """Call ``job(ranks, *args)`` in *world* processes; returns what each returned or raised, by rank.
+
+        No rank waits longer than *patience* seconds for another.
+        """
         while len(self._members) < world:
             self._start()
         self._jobs += 1
         store = str(self._folder / f"store-{self._jobs}")
         members = self._members[:world]
         for rank, (_, pipe) in enumerate(members):
-            pipe.send((rank, world, store, job, args))
+            pipe.send((rank, world, store, job, args, patience))
         results = []
         for process, pipe in members:
             assert pipe.poll(WAIT_SECONDS), f"{job.__name__} hangs in {process.name}"
@@ -76,13 +79,13 @@ def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            rank, world, path, job, args = pipe.recv()
+            rank, world, path, job, args, patience = pipe.recv()
         except EOFError:
             return
         ranks = None
         try:
             store = dist.FileStore(path, world)
-            ranks = Processes(rank, world, torch.device("cpu"), timedelta(seconds=60), store)
+            ranks = Processes(rank, world, torch.device("cpu"), timedelta(seconds=patience), store)
             result = job(ranks, *args)
         except BaseException as error:
             result = error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -56,6 +57,14 @@ def leave(ranks: Ranks) -> None:
     if ranks.rank != 1:
         with mock.patch.object(processes, "ROLL_CALL_SECONDS", 0.3):
             ranks.sum(torch.ones(1))
+
+
+def hang(ranks: Ranks) -> None:
+    """Rank 1 is busy with something else for longer than anybody waits."""
+    with mock.patch.object(processes, "ROLL_CALL_SECONDS", 0.3):
+        if ranks.rank == 1:
+            time.sleep(3.0)
+        ranks.any([True])
 
 
 def run(ranks: Ranks, config: RunConfig, directory: Path, steps: int | None = None) -> dict[str, Any]:
