@@ -11,14 +11,16 @@ from tercet.model.decoder import Depth
 from tercet.ops import kda, kda_gate, routed_experts, use_tier
 
 
-def test_M4_the_interface_carries_the_logarithm_of_the_decay():
+@pytest.mark.parametrize("tier", ["reference", "torch"])
+def test_M4_the_interface_carries_the_logarithm_of_the_decay(tier):
     """One token that writes nothing leaves e^g of the state; a decay handed over as a factor makes the state grow."""
     g = kda_gate(torch.randn(1, 1, 2, 4), torch.randn(2), torch.randn(2, 4), lower_bound=-5.0).double()
     assert (g <= 0).all()
     state = torch.randn(1, 2, 3, 4, dtype=torch.float64)
     nothing = torch.zeros(1, 1, 2, 4, dtype=torch.float64)
     values, write = torch.zeros(1, 1, 2, 3, dtype=torch.float64), torch.zeros(1, 1, 2, dtype=torch.float64)
-    _, left = kda(nothing, nothing, values, g, write, state=state)
+    with use_tier(tier):
+        _, left = kda(nothing, nothing, values, g, write, state=state)
     assert relative_error(left, state * g[:, 0, :, None].exp()) < 1e-14
     _, mistaken = kda(nothing, nothing, values, g.exp(), write, state=state)
     assert (mistaken.abs() > state.abs()).all()  # a state that grows with every token
