@@ -29,7 +29,9 @@ from tests.checkpoint.miniatures import MINIATURE, editable, published
 from tests.checkpoint.test_headers import FIELDS, VALID, check_consistent, write
 
 NAMES = pytest.mark.parametrize("name", ["k3", "kimi-linear"])
-QUICK = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 scalars = st.one_of(

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from tercet.data.tokenizer import Tokenizer
 from tercet.errors import DataError
 
-QUICK = settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+QUICK = settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 LONG = settings(QUICK, max_examples=10_000, suppress_health_check=list(HealthCheck))
 
 LINES = [b"%s %d" % (base64.b64encode(bytes([value])), value) for value in range(256)]
