@@ -34,6 +34,6 @@ def config(corpus: Corpus) -> RunConfig:
         optim=OptimConfig(lr=4e-3, grad_clip=0.5, qk_clip=0.01),
         balance=BalanceConfig(ema=0.5),
         train=TrainConfig(
-            steps=6, micro_batch_sequences=1, eval_every=6, eval_sequences=2, checkpoint_every=100, device="cpu"
+            steps=4, micro_batch_sequences=1, eval_every=4, eval_sequences=2, checkpoint_every=100, device="cpu"
         ),
     )
