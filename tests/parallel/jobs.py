@@ -63,7 +63,7 @@ def hang(ranks: Ranks) -> None:
     """Rank 1 is busy with something else for longer than anybody waits."""
     with mock.patch.object(processes, "ROLL_CALL_SECONDS", 0.3):
         if ranks.rank == 1:
-            time.sleep(3.0)
+            time.sleep(6.0)
         ranks.any([True])
 
 

@@ -114,7 +114,7 @@ def test_a_rank_that_leaves_is_named(gang: Gang) -> None:
 
 
 def test_a_rank_that_hangs_is_named_when_patience_ends(gang: Gang) -> None:
-    waited, late = gang.run(2, jobs.hang, patience=1.0)
+    waited, late = gang.run(2, jobs.hang, patience=4.0)
     assert isinstance(waited, PeerError)
     assert "rank 1 has died or hangs" in str(waited)
     assert isinstance(late, PeerError)  # it finds nobody any more

@@ -23,6 +23,7 @@ from tercet.checkpoint.headers import Entry, Header, read_header, read_json
 from tercet.checkpoint.layouts import Layout, StoredTensor, layout
 from tercet.checkpoint.mxfp4 import PackedWeight
 from tercet.checkpoint.published_config import read_config
+from tercet.checkpoint.state import checkpoints
 from tercet.checkpoint.weights import Weight
 from tercet.checkpoint.writer import INDEX_NAME, TORCH_DTYPES
 from tercet.config import ModelConfig, RunConfig
@@ -230,8 +231,7 @@ def unpad_decay(data: Tensor, weight: Weight, name: str) -> Tensor:
 def _locate(root: Path) -> tuple[Path, Path]:
     """Return configuration file and weights directory of a published directory, a run, or a run's checkpoint."""
     if (root / "checkpoints").is_dir():
-        steps = sorted(path for path in (root / "checkpoints").glob("step-*") if (path / "manifest.json").is_file())
-        if not steps:
+        if not (steps := checkpoints(root)):
             raise CheckpointError(f"{root} is a run without a finished checkpoint")
         return root / "config.json", steps[-1]
     if root.parent.name == "checkpoints" and not (root / "config.json").exists():
