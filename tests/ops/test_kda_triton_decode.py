@@ -8,11 +8,18 @@ pytest.importorskip("triton")
 from numerics import relative_error
 from tercet.errors import ShapeError, UnsupportedError
 from tercet.ops import fused_kda, gated_rms_norm, short_conv, use_tier
-from tercet.ops.kda import kda_decode
+from tercet.ops.gpu import INTERPRETED
+from tercet.ops.kda import kda_decode, triton_decode
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 HEADS, WIDTH = 2, 16
+PREFILL = 1e-5 if INTERPRETED else 5e-3  # compiled, prefill multiplies fp16 tiles
+
+
+@pytest.fixture(autouse=True, params=[16, 64], ids=["shared heads", "whole heads"])
+def _programs_a_head(request, monkeypatch):
+    monkeypatch.setattr(triton_decode, "_SHARED_FROM", request.param)
 
 
 def parameters():
@@ -85,8 +92,8 @@ def test_equals_prefill():
     ]
     expected, final = fused_kda(*convolved, *inputs[3:5], settings["A_log"], settings["dt_bias"])
     expected = gated_rms_norm(expected, inputs[5], settings["norm_weight"], eps=1e-5)
-    assert relative_error(o, expected) < 1e-5
-    assert relative_error(after[0, :, : WIDTH * WIDTH], final.flatten(2)[0]) < 1e-5
+    assert relative_error(o, expected) < PREFILL
+    assert relative_error(after[0, :, : WIDTH * WIDTH], final.flatten(2)[0]) < PREFILL
 
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3])
