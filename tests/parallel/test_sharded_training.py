@@ -68,6 +68,19 @@ def test_sharded_equals_single_process(gang: Gang, config: RunConfig, tmp_path: 
     assert sum(rank["owned"] for rank in several) == single["owned"]
 
 
+@pytest.mark.parametrize("kind", ["aux", "sign", "qb_micro"])
+def test_other_rules_of_balancing_and_adamw(gang: Gang, config: RunConfig, tmp_path: Path, kind: str) -> None:
+    other = replace(
+        config,
+        balance=replace(config.balance, kind=kind, ema=0.0),
+        optim=replace(config.optim, matrix_optimizer="adamw"),
+        train=replace(config.train, steps=2),
+    )
+    single = alone(other, tmp_path / "one")
+    several = gang.results(2, jobs.run, other, tmp_path / "several")
+    same_rows(several[1]["rows"], single["rows"])
+
+
 def test_the_same_number_of_processes_gives_the_same_bits(gang: Gang, config: RunConfig, tmp_path: Path) -> None:
     """Run to run, and resumed against uninterrupted."""
     whole = gang.results(2, jobs.run, config, tmp_path / "whole")[0]

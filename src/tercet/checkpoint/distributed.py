@@ -159,6 +159,11 @@ def save(tensors: Mapping[str, Tensor], writer: StateWriter, group: ProcessGroup
     return done
 
 
+def reason_of(error: BaseException) -> BaseException:
+    """Return what went wrong on the first rank that failed, out of torch's wrapping."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
 def _stored(item: WriteItem) -> StoredTensor:
     assert item.tensor_data is not None, "state is tensors and JSON, nothing else"
     dtype = DTYPE_NAMES[item.tensor_data.properties.dtype]
@@ -211,5 +216,4 @@ class SavedState:
                 no_dist=True,
             )
         except CheckpointException as error:
-            reason = next(iter(error.failures.values()))[0]
-            raise CheckpointError(f"cannot load {self.path}: {reason}") from error
+            raise CheckpointError(f"cannot load {self.path}: {reason_of(error)}") from error

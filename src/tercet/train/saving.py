@@ -106,9 +106,9 @@ class Saver:
 
 def _explain(target: Path, error: BaseException, ranks: Ranks) -> TercetError:
     """Turn what torch wrapped into an error a person can act on."""
-    from torch.distributed.checkpoint.api import CheckpointException
+    from tercet.checkpoint.distributed import reason_of
 
-    reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+    reason = reason_of(error)
     if isinstance(reason, TercetError):
         return reason
     if isinstance(reason, OSError):
