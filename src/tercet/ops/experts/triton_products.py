@@ -1,8 +1,8 @@
 """Grouped matrix products over rows sorted by expert.
 
-A program owns a tile of rows of one expert (`TileTable`) times a tile of columns; with fewer programs than tiles each
-walks several, and the loads of the next tile start under the sums of this one. `GROUP` row tiles are taken together
-before the column tile advances, so the row tiles of an expert meet its weights in the L2 cache. Sums are fp32.
+A program owns a tile of rows of one expert (`TileTable`) times a tile of columns. `GROUP` row tiles are taken together
+before the column tile advances, so the row tiles of an expert meet its weights in the L2 cache. Sums are fp32. With
+HALVE, a tile of which at most half the rows exist runs at half height: with few rows an expert, last tiles are many.
 
 Operands arrive in one of two ways. BULK: as tensor descriptors, which the copy engine reads without spending registers
 on addresses; tiles must then divide widths, so that none crosses an expert. Otherwise: as pointers, with masks. Rows of
@@ -79,11 +79,51 @@ def _right(
 
 
 @triton.jit
+def _rows_tile(
+    a,
+    w,
+    a2,
+    w2,
+    out,
+    expert,
+    first,
+    end,
+    n,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    TWO: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BULK: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    row = first + tl.arange(0, BM)
+    inside = tl.minimum(row, end - 1).to(tl.int64)
+    total = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, DEPTH, BK):
+        left = _left(a, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
+        right = _right(w, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
+        total = tl.dot(left, right, total, input_precision="tf32x3")
+        if TWO:
+            left = _left(a2, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
+            right = _right(w2, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
+            total = tl.dot(left, right, total, input_precision="tf32x3")
+    column = n * BN + tl.arange(0, BN)
+    mask = (row < end)[:, None] & (column < COLUMNS)[None, :]
+    to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def rows_kernel(
     a,
     w,
     a2,
     w2,
+    a_half,
+    a2_half,
     out,
     tile_expert,
     tile_first,
@@ -97,30 +137,89 @@ def rows_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
-    FLAT: tl.constexpr,
+    HALVE: tl.constexpr,
     BULK: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """Multiply every row by its expert's weight (and, with TWO, add a second such product)."""
     columns: tl.constexpr = (COLUMNS + BN - 1) // BN
+    half: tl.constexpr = BM // 2
     tiles = tl.load(used)
-    for program in tl.range(tl.program_id(0), tiles * columns, tl.num_programs(0), flatten=FLAT):
-        expert, first, end, n = _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP)
-        row = first + tl.arange(0, BM)
-        inside = tl.minimum(row, end - 1).to(tl.int64)
-        total = tl.zeros([BM, BN], tl.float32)
-        for k in range(0, DEPTH, BK):
-            left = _left(a, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
-            right = _right(w, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
-            total = tl.dot(left, right, total, input_precision="tf32x3")
-            if TWO:
-                left = _left(a2, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
-                right = _right(w2, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
-                total = tl.dot(left, right, total, input_precision="tf32x3")
-        column = n * BN + tl.arange(0, BN)
-        mask = (row < end)[:, None] & (column < COLUMNS)[None, :]
-        to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-        tl.store(to, total.to(out.dtype.element_ty), mask=mask)
+    program = tl.program_id(0)
+    if program >= tiles * columns:
+        return
+    e, first, end, n = _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP)
+    if HALVE:
+        if end - first > half:
+            _rows_tile(a, w, a2, w2, out, e, first, end, n, DEPTH, COLUMNS, TRANSPOSED, TWO, BM, BN, BK, BULK, OPERAND)
+        else:
+            _rows_tile(
+                a_half,
+                w,
+                a2_half,
+                w2,
+                out,
+                e,
+                first,
+                end,
+                n,
+                DEPTH,
+                COLUMNS,
+                TRANSPOSED,
+                TWO,
+                half,
+                BN,
+                BK,
+                BULK,
+                OPERAND,
+            )
+    else:
+        _rows_tile(a, w, a2, w2, out, e, first, end, n, DEPTH, COLUMNS, TRANSPOSED, TWO, BM, BN, BK, BULK, OPERAND)
+
+
+@triton.jit
+def _gate_up_tile(
+    rows,
+    w1,
+    w3,
+    gate,
+    up,
+    hidden,
+    expert,
+    first,
+    end,
+    n,
+    beta,
+    linear_beta,
+    L: tl.constexpr,
+    INNER: tl.constexpr,
+    SITU: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BULK: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    row = first + tl.arange(0, BM)
+    inside = tl.minimum(row, end - 1).to(tl.int64)
+    g = tl.zeros([BM, BN], tl.float32)
+    u = tl.zeros([BM, BN], tl.float32)
+    for k in range(0, L, BK):
+        left = _left(rows, first, inside, k, L, BK, BULK).to(OPERAND)
+        right_g = _right(w1, expert, n, k, L, INNER, False, BN, BK, BULK).to(OPERAND)
+        right_u = _right(w3, expert, n, k, L, INNER, False, BN, BK, BULK).to(OPERAND)
+        g = tl.dot(left, right_g, g, input_precision="tf32x3")
+        u = tl.dot(left, right_u, u, input_precision="tf32x3")
+    column = n * BN + tl.arange(0, BN)
+    to = row.to(tl.int64)[:, None] * INNER + column[None, :]
+    mask = (row < end)[:, None] & (column < INNER)[None, :]
+    element = gate.dtype.element_ty
+    saved_g, saved_u = g.to(element), u.to(element)
+    tl.store(gate + to, saved_g, mask=mask)
+    tl.store(up + to, saved_u, mask=mask)
+    g, u = saved_g.to(tl.float32), saved_u.to(tl.float32)
+    h = situ(g, u, beta, linear_beta) if SITU else g * sigmoid(g) * u
+    tl.store(hidden + to, h.to(element), mask=mask)
 
 
 @triton.jit
@@ -128,6 +227,7 @@ def gate_up_kernel(
     rows,
     w1,
     w3,
+    rows_half,
     gate,
     up,
     hidden,
@@ -144,35 +244,88 @@ def gate_up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
     GROUP: tl.constexpr,
-    FLAT: tl.constexpr,
+    HALVE: tl.constexpr,
     BULK: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """Multiply rows by both input projections of their expert and activate."""
     columns: tl.constexpr = (INNER + BN - 1) // BN
+    half: tl.constexpr = BM // 2
     tiles = tl.load(used)
-    for program in tl.range(tl.program_id(0), tiles * columns, tl.num_programs(0), flatten=FLAT):
-        expert, first, end, n = _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP)
-        row = first + tl.arange(0, BM)
-        inside = tl.minimum(row, end - 1).to(tl.int64)
-        g = tl.zeros([BM, BN], tl.float32)
-        u = tl.zeros([BM, BN], tl.float32)
-        for k in range(0, L, BK):
-            left = _left(rows, first, inside, k, L, BK, BULK).to(OPERAND)
-            right_g = _right(w1, expert, n, k, L, INNER, False, BN, BK, BULK).to(OPERAND)
-            right_u = _right(w3, expert, n, k, L, INNER, False, BN, BK, BULK).to(OPERAND)
-            g = tl.dot(left, right_g, g, input_precision="tf32x3")
-            u = tl.dot(left, right_u, u, input_precision="tf32x3")
-        column = n * BN + tl.arange(0, BN)
-        to = row.to(tl.int64)[:, None] * INNER + column[None, :]
-        mask = (row < end)[:, None] & (column < INNER)[None, :]
-        element = gate.dtype.element_ty
-        saved_g, saved_u = g.to(element), u.to(element)
-        tl.store(gate + to, saved_g, mask=mask)
-        tl.store(up + to, saved_u, mask=mask)
-        g, u = saved_g.to(tl.float32), saved_u.to(tl.float32)
-        h = situ(g, u, beta, linear_beta) if SITU else g * sigmoid(g) * u
-        tl.store(hidden + to, h.to(element), mask=mask)
+    program = tl.program_id(0)
+    if program >= tiles * columns:
+        return
+    e, first, end, n = _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP)
+    if HALVE:
+        if end - first > half:
+            _gate_up_tile(
+                rows,
+                w1,
+                w3,
+                gate,
+                up,
+                hidden,
+                e,
+                first,
+                end,
+                n,
+                beta,
+                linear_beta,
+                L,
+                INNER,
+                SITU,
+                BM,
+                BN,
+                BK,
+                BULK,
+                OPERAND,
+            )
+        else:
+            _gate_up_tile(
+                rows_half,
+                w1,
+                w3,
+                gate,
+                up,
+                hidden,
+                e,
+                first,
+                end,
+                n,
+                beta,
+                linear_beta,
+                L,
+                INNER,
+                SITU,
+                half,
+                BN,
+                BK,
+                BULK,
+                OPERAND,
+            )
+    else:
+        _gate_up_tile(
+            rows,
+            w1,
+            w3,
+            gate,
+            up,
+            hidden,
+            e,
+            first,
+            end,
+            n,
+            beta,
+            linear_beta,
+            L,
+            INNER,
+            SITU,
+            BM,
+            BN,
+            BK,
+            BULK,
+            OPERAND,
+        )
 
 
 @triton.jit
