@@ -26,8 +26,9 @@ class Gang:
 
         No rank waits longer than *patience* seconds for another.
         """
-        while len(self._members) < world:
-            self._start()
+        fresh = [self._start() for _ in range(world - len(self._members))]
+        for pipe in fresh:
+            assert pipe.poll(WAIT_SECONDS) and pipe.recv() == "ready"
         self._jobs += 1
         store = str(self._folder / f"store-{self._jobs}")
         members = self._members[:world]
@@ -59,13 +60,14 @@ class Gang:
             process.kill()
         self._members = []
 
-    def _start(self) -> None:
+    def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._members.append((process, ours))
+        return ours
 
 
 def _serve(pipe: Any) -> None:
@@ -77,6 +79,7 @@ def _serve(pipe: Any) -> None:
     from tercet.parallel.processes import Processes
 
     torch.set_num_threads(1)
+    pipe.send("ready")
     while True:
         try:
             rank, world, path, job, args, patience = pipe.recv()
