@@ -16,6 +16,7 @@ from tercet.ops.newton_schulz import triton_ as newton_schulz
 from tercet.ops.norm import triton_ as norm
 from tercet.ops.project import gpu as project
 from tercet.ops.router import triton_ as router
+from tercet.ops.router import triton_logits as router_logits
 
 
 def leaf(*shape):
@@ -45,6 +46,7 @@ CASES = {
     "token_logprobs": (cross_entropy._logprobs, lambda: (leaf(4, 8), leaf(9, 8), torch.randint(9, (4,)), 0.7)),
     "routed_experts": (experts._forward, expert_inputs),
     "route": (router._forward, lambda: (leaf(3, 7), torch.zeros(7), 2, True, 1.0)),
+    "router_logits": (router_logits._forward, lambda: (leaf(3, 8).detach().bfloat16().requires_grad_(), leaf(5, 8))),
     "situ_glu": (glu._situ, lambda: (leaf(6), leaf(6), 4.0, 25.0)),
     "rms_norm": (norm._forward, lambda: (leaf(3, 8), leaf(3, 8), leaf(8), 1e-5)),
     "project": (project._forward, lambda: (leaf(3, 5), [leaf(4, 5), leaf(2, 5)])),

@@ -5,7 +5,7 @@ import torch
 
 from numerics import assert_same, outputs_and_gradients, relative_error
 from tercet.errors import ShapeError
-from tercet.ops import route, routed_experts, use_tier
+from tercet.ops import route, routed_experts, router_logits, use_tier
 
 TIERS = pytest.mark.parametrize("tier", ["reference", "torch"])
 
@@ -214,3 +214,17 @@ def test_wrong_shapes():
         wrong[2, 1] = outside
         with pytest.raises(ShapeError, match="6 experts"):
             routed_experts(z, weights, wrong, w1, w2, w3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_logits_are_at_least_fp32(dtype):
+    x, w = torch.randn(9, 33).to(dtype), torch.randn(5, 33)
+    logits = router_logits(x, w)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert logits.dtype is wide
+    assert relative_error(logits, x.double() @ w.double().t()) <= (1e-14 if wide is torch.float64 else 1e-6)
+
+
+def test_logits_refuse_other_widths():
+    with pytest.raises(ShapeError, match="router_logits"):
+        router_logits(torch.randn(4, 8), torch.randn(3, 9))

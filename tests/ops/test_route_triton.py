@@ -5,8 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from numerics import assert_same
-from tercet.ops import route, use_tier
+from numerics import assert_same, outputs_and_gradients, relative_error
+from tercet.errors import UnsupportedError
+from tercet.ops import route, router_logits, use_tier
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(3, 896, 16), (2, 896, 17), (5, 6, 2), (1, 3, 1)])
@@ -44,3 +45,44 @@ def test_nan_stays_in_its_row():
     assert broken.weights[1].isnan().all()
     assert sorted(set(broken.experts[1].tolist())) == sorted(broken.experts[1].tolist())
     assert int(broken.experts.max()) < 8
+
+
+@pytest.mark.parametrize(("tokens", "experts", "hidden"), [(150, 70, 200), (1, 3, 17), (5, 896, 256), (2100, 5, 33)])
+def test_logits_and_weight_gradient_are_fp32(tokens, experts, hidden):
+    """Sizes that no tile divides, and more tokens than a slab. The rows' gradient errs by its cast to bf16."""
+    x, w = torch.randn(tokens, hidden).bfloat16(), torch.randn(experts, hidden) / hidden**0.5
+    logits, d_x, d_w = outputs_and_gradients(router_logits, [x, w], "triton")
+    wanted = outputs_and_gradients(lambda x, w: x @ w.t(), [x.double(), w.double()])
+    assert (logits.dtype, d_x.dtype, d_w.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+    for ours, formula, bound in zip((logits, d_x, d_w), wanted, (1e-6, 2.0**-8, 1e-6)):
+        assert relative_error(ours, formula) <= bound
+    assert ((d_x.double() - wanted[1]).abs() <= 2.0**-7 * wanted[1].abs() + 1e-4).all()
+
+
+def test_logits_keep_every_bit_of_the_weight():
+    """One-hot rows read the weight itself: huge, tiny and ordinary values come back exactly, parts added again."""
+    w = torch.randn(40, 64) * 10.0 ** torch.randint(-20, 20, (40, 64))
+    with use_tier("triton"):
+        logits = router_logits(torch.eye(64).bfloat16(), w)
+    assert torch.equal(logits, w.t())
+
+
+def test_logits_repeat_take_any_layout_and_no_rows():
+    x, w = torch.randn(48, 70).bfloat16().t(), torch.randn(48, 9).t()
+    first, second = (outputs_and_gradients(router_logits, [x, w], "triton") for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+    assert relative_error(first[0], x.double() @ w.double().t()) <= 1e-6
+    logits, d_x, d_w = outputs_and_gradients(router_logits, [x[:0], w], "triton")
+    assert (logits.shape, d_x.shape) == ((0, 9), (0, 48)) and not d_w.any()
+
+
+def test_logits_with_a_bf16_weight():
+    x, w = torch.randn(20, 40).bfloat16(), torch.randn(7, 40).bfloat16()
+    logits, _, d_w = outputs_and_gradients(router_logits, [x, w], "triton")
+    assert relative_error(logits, x.double() @ w.double().t()) <= 1e-6
+    assert d_w.dtype is torch.bfloat16
+
+
+def test_logits_decline_fp32_rows():
+    with use_tier("triton"), pytest.raises(UnsupportedError, match="bf16"):
+        router_logits(torch.randn(4, 8), torch.randn(3, 8))

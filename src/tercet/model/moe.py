@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from tercet.config import ModelConfig
 from tercet.model.context import Context
 from tercet.model.layers import MLP, RMSNorm, linear
-from tercet.ops import route, routed_experts
+from tercet.ops import route, routed_experts, router_logits
 
 
 class Router(nn.Module):
@@ -25,8 +24,7 @@ class Router(nn.Module):
 
     def forward(self, x: Float[Tensor, "tokens hidden"]) -> Float[Tensor, "tokens experts"]:
         """Return fp32 logits from the full-width row."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return F.linear(x.to(wide), self.weight.to(wide))
+        return router_logits(x, self.weight)
 
 
 class Experts(nn.Module):

@@ -22,7 +22,7 @@ from tercet.ops.newton_schulz import newton_schulz
 from tercet.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from tercet.ops.project import project
 from tercet.ops.registry import OPERATORS, Tier, use_tier
-from tercet.ops.router import Routing, route
+from tercet.ops.router import Routing, route, router_logits
 
 __all__ = [
     "IGNORE",
@@ -52,6 +52,7 @@ __all__ = [
     "rms_norm",
     "route",
     "routed_experts",
+    "router_logits",
     "short_conv",
     "sigmoid_gate",
     "situ_glu",

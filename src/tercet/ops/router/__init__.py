@@ -1,10 +1,11 @@
-"""The sigmoid router with a selection bias (report §2.3.3, eq. 13)."""
+"""The router (report §2.3.3, eq. 13): logits in fp32, sigmoid scores, a choice that a selection bias steers."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -77,3 +78,29 @@ def route(
     if forced is not None and tuple(forced.shape) != (logits.shape[0], top_k):
         raise ShapeError(f"forced must be [T, top_k] = {(logits.shape[0], top_k)}, got {tuple(forced.shape)}")
     return _route(logits, bias, top_k=top_k, renormalize=renormalize, scaling_factor=scaling_factor, forced=forced)
+
+
+def _logits_reference(x: Tensor, weight: Tensor) -> Tensor:
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return F.linear(x.to(wide), weight.to(wide))
+
+
+_logits = Operator("router_logits", _logits_reference, triton_module="tercet.ops.router.triton_logits")
+
+
+def router_logits(
+    x: Float[Tensor, "tokens hidden"], weight: Float[Tensor, "experts hidden"]
+) -> Float[Tensor, "tokens experts"]:
+    """Return ``x @ weightᵀ`` with at least fp32 accuracy: near ties flip with less.
+
+    Args:
+        x: rows in any type; their gradient comes back in that type.
+        weight: the router's weight, usually fp32.
+
+    Raises:
+        ShapeError: x is not rows of the weight's width.
+    """
+    if x.ndim != 2 or weight.ndim != 2 or x.shape[1] != weight.shape[1]:
+        shapes = f"{tuple(x.shape)} and {tuple(weight.shape)}"
+        raise ShapeError(f"router_logits takes x [T, H] and weight [E, H], got {shapes}")
+    return _logits(x, weight)
