@@ -183,8 +183,8 @@ def decode_window(
 
 
 DECODE = {"num_warps": 4, "maxnreg": 168}
-"""So many registers that three programs of half a head fit a multiprocessor. Measured on an H200: 8 warps are slower, and
-quarters of a head gain nothing over halves."""
+"""So many registers that three programs of half a head fit a multiprocessor; measured best on an H200. Eight warps are
+slower, and quarters of a head gain nothing over halves."""
 
 
 def declines(
