@@ -1,4 +1,4 @@
-"""Routed experts: a rank of K3 (skewed, few rows an expert, weights bound) and a layer of `base` (many rows)."""
+"""Routed experts: a rank of K3 (skewed, few rows an expert) and a layer of `base` (many rows); the router's logits."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import torch
 import torch.nn.functional as F
 from harness import Case, compare, gradients
 
-from tercet.ops import routed_experts, situ_glu
+from tercet.ops import routed_experts, router_logits, situ_glu
 from tercet.ops.experts import reference
 
 
 def cases(device: torch.device) -> list[Case]:
     """Return forward, and forward + backward; peers are PyTorch's grouped products around an activation."""
     if device.type != "cuda":
-        return _cases(device, "tiny", 6, 32, 48, 40, 2)
+        return [*_cases(device, "tiny", 6, 32, 48, 40, 2), *_logits(device, 40, 32, 6)]
     return [
         *_cases(device, "112 × 3584 × 3072, 16,384 rows", 112, 3584, 3072, 1024, 16),
         *_cases(device, "64 × 512 × 512, 196,608 rows", 64, 512, 512, 32768, 6),
+        *_logits(device, 32768, 1024, 64),
     ]
 
 
@@ -76,4 +77,27 @@ def _cases(device: torch.device, name: str, count: int, latent: int, inner: int,
     return [
         Case(f"experts forward, {name}", lambda: ours(*inputs), forward, check, size, flops),
         Case(f"experts forward + backward, {name}", gradients(ours, inputs), both, bytes=3 * size, flops=3 * flops),
+    ]
+
+
+def _logits(device: torch.device, tokens: int, hidden: int, count: int) -> list[Case]:
+    x = torch.randn(tokens, hidden, device=device).bfloat16()
+    weight = 0.02 * torch.randn(count, hidden, device=device)
+
+    def plain(x, weight):
+        return F.linear(x.to(weight.dtype), weight)
+
+    def check():
+        bounds = {"out": 1e-6, "weight": 1e-6, "gradients": 5e-3}
+        return compare(router_logits, plain, {"x": x[:500], "weight": weight}, bounds)
+
+    inputs = [x, weight]
+    size = 2 * x.numel() + 4 * (weight.numel() + tokens * count)
+    flops = 2 * tokens * hidden * count
+    name = f"{tokens} × {hidden} → {count}"
+    peer, both = {"fp32 product": lambda: plain(*inputs)}, {"fp32 product": gradients(plain, inputs)}
+    ours = gradients(router_logits, inputs)
+    return [
+        Case(f"router logits forward, {name}", lambda: router_logits(*inputs), peer, check, size, flops),
+        Case(f"router logits forward + backward, {name}", ours, both, bytes=3 * size, flops=3 * flops),
     ]

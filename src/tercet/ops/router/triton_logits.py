@@ -2,7 +2,7 @@
 
 An fp32 value is the sum of three bf16 parts, each the rounding of what the parts before it left: 3 × 8 bits are fp32's
 24. A product of bf16 values is exact in fp32, so rows times the three parts, added from the smallest up, errs as an
-fp32 product does (1e-7, kernels.md §10), and no fp32 copy of the rows is made. The gradient of the logits is cut in
+fp32 product does (1e-7 of the norm), and no fp32 copy of the rows is made. The gradient of the logits is cut in
 registers in the same way. Blocks of a long sum are summed apart and then added; slabs of tokens are added in order, so
 every run gives the same bits.
 
