@@ -21,7 +21,7 @@ def formula(norm_weight, query, *sources):
 
 @pytest.mark.parametrize(("n", "dim", "tokens"), [(2, 24, 1), (5, 33, 2)])
 def test_values_and_gradients(n, dim, tokens):
-    query = torch.randn(dim) / dim**0.5  # scores of size 1: a saturated softmax would leave differences of equal numbers
+    query = torch.randn(dim) / dim**0.5  # a saturated softmax would leave differences of equal numbers
     assert_same(ours, formula, [torch.randn(dim), query, *torch.randn(n, tokens, dim)], 1e-5, "triton")
 
 
