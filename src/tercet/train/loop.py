@@ -245,33 +245,31 @@ class Trainer:
         weights = [sum(part.weight(batch) for batch in batches) for part, _ in parts]
         summed = self.ranks.sum(torch.stack([torch.as_tensor(weight) for weight in weights])).tolist()
         totals = {part.name: max(1.0, total) for (part, _), total in zip(parts, summed)}
-        losses: dict[str, float | None] = {"loss": None, "mtp_loss": None}
         parameters = list(self.model.parameters())
 
-        def micro_step(index: int) -> tuple[tuple[Tensor | None, ...], dict[str, float]]:
+        def micro_step(index: int) -> tuple[tuple[Tensor | None, ...], Tensor]:
             batch = batches[index]
             context = self._context(batch, index)
             features = self.model.features(batch.tokens[None], context)
-            values = {
-                part.name: part.total(self.model, batch, features, context, factor / totals[part.name])
-                for part, factor in parts
-            }
-            loss = torch.stack(list(values.values())).sum()
+            values = torch.stack(
+                [part.total(self.model, batch, features, context, factor / totals[part.name]) for part, factor in parts]
+            )
+            loss = values.sum()
             if (auxiliary := self.balancer.auxiliary_loss()) is not None:
                 loss = loss + auxiliary / self.loader.micro_batches_per_step
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-            return gradients, {part.name: float(values[part.name].detach()) / factor for part, factor in parts}
+            return torch.autograd.grad(loss, parameters, allow_unused=True), values.detach().double()
 
+        # Losses stay on the device until the end of the step: reading one waits for everything queued before it.
+        losses = torch.zeros(len(parts), dtype=torch.float64, device=self.device)
+        factors = losses.new_tensor([factor for _, factor in parts])
         for gradients, values in self.workers.map(micro_step, range(len(batches))):
             for parameter, gradient in zip(parameters, gradients):
                 if gradient is not None:
                     parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
             self.optimizer.accumulate()
-            for name, value in values.items():
-                losses[name] = (losses[name] or 0.0) + value
-        found = [name for name, value in losses.items() if value is not None]
-        everywhere = self.ranks.sum(torch.tensor([losses[name] for name in found], dtype=torch.float64))
-        return losses | dict(zip(found, everywhere.tolist()))
+            losses += values / factors
+        found = dict(zip((part.name for part, _ in parts), self.ranks.sum(losses).tolist()))
+        return {"loss": None, "mtp_loss": None} | found
 
     def _context(self, batch: Batch, index: int) -> Context:
         by_layer = {part.layer: part.valid(batch) for part in self.components if part.layer is not None}
