@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 PIP_INDEX := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 WORKERS ?= auto
 
-.PHONY: demo test test-slow check size docs clean setup
+.PHONY: demo test test-slow test-gpu check size docs clean setup
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
@@ -27,6 +27,10 @@ test: $(READY)
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow --timeout 3600
+
+# On a machine with a CUDA device: the kernels' tests, compiled instead of interpreted, and sizes past 2^31 elements.
+test-gpu: $(READY)
+	$(BIN)/python -m pytest -p on_gpu -p no:xdist tests/ops -k "triton or gpu"
 
 check: $(READY)
 	$(BIN)/ruff format --check src tests bench

@@ -87,14 +87,6 @@ def test_gpu_takes_triton_or_says_once_why_not(operator):
     assert operator.refusals == {"too small": "torch"}
 
 
-def test_a_tier_on_trial_runs_only_by_name(operator, monkeypatch):
-    operator.on_trial = True
-    assert operator(torch.zeros(9).as_subclass(OnGPU)) == "torch"
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with use_tier("triton"):
-        assert operator(torch.zeros(9)) == "triton"
-
-
 def test_unknown_tier():
     with pytest.raises(ConfigError, match="did you mean 'triton'"), use_tier("tritn"):
         pass

@@ -90,7 +90,7 @@ def triton_obstacle(operator: Operator) -> str | None:
         importlib.import_module(operator.triton_module)
     except ImportError as error:
         return f"its module cannot be imported: {error}"
-    return "on trial: it has not run on a GPU yet; use_tier('triton') runs it" if operator.on_trial else None
+    return None
 
 
 def _operators() -> Table:

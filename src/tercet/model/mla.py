@@ -10,7 +10,7 @@ from tercet.config import ModelConfig
 from tercet.model.context import Context
 from tercet.model.layers import LATENT_NORM_EPS, RMSNorm, linear
 from tercet.model.state import MLAState
-from tercet.ops import mla_attention, sigmoid_gate
+from tercet.ops import mla_attention, project, sigmoid_gate
 from tercet.ops.packing import sequence_lengths
 
 
@@ -40,12 +40,13 @@ class MultiHeadLatentAttention(nn.Module):
     ) -> Float[Tensor, "batch tokens hidden"]:
         """Attend; appends to and reads this layer's `MLAState` when the context carries states."""
         mla = self.mla
-        if mla.q_lora_rank is None:
-            q = self.q_proj(x)
-        else:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        maps = [self.q_proj if mla.q_lora_rank is None else self.q_a_proj, self.kv_a_proj_with_mqa]
+        maps += [self.g_proj] if mla.output_gate else []
+        q, rows, *gate = project(x, [linear.weight for linear in maps])
+        if mla.q_lora_rank is not None:
+            q = self.q_b_proj(self.q_a_layernorm(q))
         q = q.view(*x.shape[:2], mla.num_heads, mla.qk_head_dim)
-        latent, k_pe = self.kv_a_proj_with_mqa(x).split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
+        latent, k_pe = rows.split([mla.kv_lora_rank, mla.qk_rope_head_dim], dim=-1)
         latent = self.kv_a_layernorm(latent)
         if context.states is None:
             o = self._expanded(q, latent, k_pe, context)
@@ -54,7 +55,7 @@ class MultiHeadLatentAttention(nn.Module):
             assert isinstance(state, MLAState)
             o = self._cached(q, torch.cat([latent, k_pe], dim=-1), state, context)
         if mla.output_gate:
-            o = sigmoid_gate(o, self.g_proj(x), dtype=x.dtype)
+            o = sigmoid_gate(o, *gate, dtype=x.dtype)
         return self.o_proj(o.flatten(2).to(x.dtype))
 
     def _expanded(self, q: Tensor, latent: Tensor, k_pe: Tensor, context: Context) -> Tensor:

@@ -52,15 +52,12 @@ class Operator:
         reference: the formula.
         torch_tier: vectorised implementation, or None where the reference already is vectorised.
         triton_module: dotted module defining ``call`` and ``declines``, imported at first use on a GPU.
-        on_trial: the triton tier has passed its tests in Triton's interpreter but has not run on a GPU yet, so it runs
-            only when asked for by name (`use_tier`); ``tercet doctor`` says so.
     """
 
     name: str
     reference: Callable[..., Any]
     torch_tier: Callable[..., Any] | None = None
     triton_module: str | None = None
-    on_trial: bool = False
     refusals: dict[str, str] = field(default_factory=dict)
     _triton: Any = None
 
@@ -88,7 +85,7 @@ class Operator:
     def _automatic(self, args: tuple, kwargs: dict) -> Tier:
         general: Tier = "torch" if self.torch_tier is not None else "reference"
         tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
-        if self.triton_module is None or self.on_trial or tensor is None or tensor.device.type != "cuda":
+        if self.triton_module is None or tensor is None or tensor.device.type != "cuda":
             return general
         reason = self._triton_refusal(args, kwargs)
         if reason is None:

@@ -13,9 +13,7 @@ from tercet.ops.attention import reference, torch_
 from tercet.ops.packing import sequence_lengths
 from tercet.ops.registry import Operator
 
-_attention = Operator(
-    "mla_attention", reference.mla_attention, torch_.mla_attention, "tercet.ops.attention.triton_", on_trial=True
-)
+_attention = Operator("mla_attention", reference.mla_attention, torch_.mla_attention, "tercet.ops.attention.triton_")
 
 
 def mla_attention(

@@ -41,7 +41,8 @@ class Launches:
     key: Launch
 
 
-HOPPER = Launches(Launch(128, 128, 8, 2, True), Launch(128, 64, 8, 2, True), Launch(64, 128, 8, 2, True))
+HOPPER = Launches(Launch(128, 64, 8, 3, True), Launch(128, 64, 8, 3, True), Launch(64, 128, 8, 3, True))
+"""Measured best on an H200 for 8 heads of 8 × 4096 tokens and for 96 heads of 8192."""
 SMALL = Launches(Launch(64, 32, 4, 2), Launch(64, 32, 4, 1), Launch(32, 64, 4, 1))
 """For 16-bit inputs on GPUs with little shared memory."""
 FP32 = Launches(Launch(32, 32, 4, 1), Launch(32, 32, 4, 1), Launch(32, 32, 4, 1))

@@ -55,7 +55,7 @@ def sigmoid_gate_reference(o: Tensor, gate: Tensor, *, dtype: torch.dtype) -> Te
     return (o * torch.sigmoid(gate.view_as(o).to(o.dtype))).to(dtype)
 
 
-_sigmoid_gate = Operator("sigmoid_gate", sigmoid_gate_reference, triton_module="tercet.ops.gate.triton_", on_trial=True)
+_sigmoid_gate = Operator("sigmoid_gate", sigmoid_gate_reference, triton_module="tercet.ops.gate.triton_")
 
 
 def sigmoid_gate(
