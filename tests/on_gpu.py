@@ -8,4 +8,13 @@ import torch
 
 torch.set_default_device("cuda")
 _Generator = torch.Generator
-torch.Generator = lambda device="cuda": _Generator(device)  # type: ignore[misc,assignment]
+
+
+class _OnDevice:
+    """Makes generators of the default device, as the tensors they fill."""
+
+    def __new__(cls, device="cuda"):
+        return _Generator(device)
+
+
+torch.Generator = _OnDevice

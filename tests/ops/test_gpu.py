@@ -106,7 +106,7 @@ def test_kda():
 
 def test_attention():
     heads, tokens = 96, LIMIT // (96 * 192) + 100
-    bounds = torch.tensor([0, *range(TAIL + (tokens - TAIL) % 512, tokens - TAIL + 1, 512), tokens])
+    bounds = torch.tensor([0, *range((tokens - TAIL) % 512, tokens - TAIL + 1, 512), tokens])
     inputs = [rows(heads * width, tokens).view(1, tokens, heads, width) for width in (192, 256)]
     inputs.append(rows(64, tokens)[None])
     results = []

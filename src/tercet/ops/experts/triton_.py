@@ -83,7 +83,7 @@ def _row_tile(
         return Tile(height, 128, 64 // operands, 4, 4)
     if depth < 1024:
         return Tile(128, 128 // sums, 64 // operands, 4, 3)
-    return Tile(128, 256 // sums, 64 // operands, 8, 4, halved=few_rows)
+    return Tile(128, 256 // sums, 64 // operands, 8, 4, halved=few_rows and operands == 1)
 
 
 def _weight_tile(dtype: torch.dtype) -> Tile:
