@@ -7,6 +7,7 @@ import torch
 
 from tercet.config import OptimConfig
 from tercet.model import CausalLM, Context, Observer, build, to_compute_dtype
+from tercet.ops import mla_attention, use_tier
 from tercet.train.optimizer import Optimizer
 from tercet.train.qk_clip import QKClip
 from tests.train.train_models import fill_gradients, small_config, small_model, snapshot
@@ -78,6 +79,26 @@ def test_after_clipping_the_same_batch_stays_below_the_threshold(make):
     torch.testing.assert_close(after[over], torch.full_like(after[over], TAU), rtol=1e-3, atol=0.0)
     assert torch.equal(after[~over], before[~over])
     assert_only_query_and_content_key_moved(weights, snapshot(model), over)
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 4, 4, 18]])
+def test_maxima_that_attention_tells_equal_those_from_queries_and_keys(bounds, monkeypatch):
+    """Where the attention kernel gives every query's largest logit, QK-Clip asks for nothing else."""
+    pytest.importorskip("triton")
+    shape = (1, 18) if bounds else (2, 9)
+    q, kv, k_pe = torch.randn(*shape, 4, 32), torch.randn(*shape, 4, 32), torch.randn(*shape, 16)
+    cu_seqlens = torch.tensor(bounds) if bounds else None
+    with use_tier("triton"):
+        _, row_max = mla_attention(q, kv, k_pe, scale=0.3, cu_seqlens=cu_seqlens)
+    assert row_max is not None
+    model = small_model(mtp=False)
+    told, found = QKClip(model.config, -100.0), QKClip(model.config, -100.0)  # every logit is above: all are exact
+    for clip in (told, found):
+        clip.begin_step()
+    found.attention(LAYER, q, kv[..., :16], k_pe, 0.3, cu_seqlens, None)
+    monkeypatch.setattr("tercet.train.qk_clip.attention_logit_max", None)  # would fail if it were called
+    told.attention(LAYER, q, kv[..., :16], k_pe, 0.3, cu_seqlens, row_max)
+    torch.testing.assert_close(told.maxima[LAYER], found.maxima[LAYER])
 
 
 def assert_only_query_and_content_key_moved(before, after, over):
