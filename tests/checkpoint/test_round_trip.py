@@ -194,6 +194,7 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 def test_an_interrupted_write_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException | type[BaseException]
 ) -> None:
+    source = published("k3")  # written before writing starts to fail
     calls = 0
     original = writer.as_bytes
 
@@ -207,7 +208,7 @@ def test_an_interrupted_write_leaves_nothing(
     monkeypatch.setattr(writer, "as_bytes", fail)
     expected = StorageError if isinstance(failure, OSError) else KeyboardInterrupt
     with pytest.raises(expected):
-        export_checkpoint(published("k3"), tmp_path / "out")
+        export_checkpoint(source, tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
 
