@@ -48,7 +48,7 @@ docs: $(READY)
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
 
-# Logits of both architectures beside llama.cpp's; builds llama.cpp once (six minutes on two cores). Not part of CI.
+# Logits of both architectures beside llama.cpp's; builds llama.cpp once (6 to 15 minutes on two cores). Not part of CI.
 .PHONY: interop
 interop: $(READY)
 	$(BIN)/python bench/interop/run.py

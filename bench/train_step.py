@@ -1,6 +1,6 @@
 """One training step of a preset on a GPU: our kernels, the torch tier, and the torch tier around fla's KDA.
 
-    python bench/train_step.py [base] [--set data.batch_sequences=16] [--steps 5]
+    python bench/train_step.py [base] [--set data.batch_sequences=16] [--steps 5] [--arms ours,fla,torch]
 
 The same model, loss, optimiser and random tokens in one process; only the operators differ.
 """
@@ -17,6 +17,8 @@ import torch
 from tercet.cli.common import add_configuration, configuration
 from tercet.ops.registry import OPERATORS, use_tier
 from tercet.train.timing import StepTiming, matmul_rate, measure_step
+
+ARMS = {"ours": "ours", "fla": "torch tier + fla's KDA", "torch": "torch tier"}
 
 
 @contextmanager
@@ -64,13 +66,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_configuration(parser)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument(
+        "--arms", default=",".join(ARMS), help=f"which to time, of {', '.join(ARMS)} (the slow ones last)"
+    )
     args = parser.parse_args()
+    chosen = args.arms.split(",")
+    if unknown := [name for name in chosen if name not in ARMS]:
+        parser.error(f"no such arm: {', '.join(unknown)}; there are {', '.join(ARMS)}")
     config, device = configuration(args), torch.device("cuda")
     rate = matmul_rate(device)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a large bf16 product: {rate / 1e12:.0f} TFLOP/s")
     print("| arm | tokens/s | ms a step | TFLOP/s | MFU of 989 | peak GiB |\n|---|---|---|---|---|---|")
-    arms = {"ours": None, "torch tier + fla's KDA": torch_everywhere(fla_kda), "torch tier": torch_everywhere(None)}
-    for name, scope in arms.items():
+    scopes = {"ours": None, "fla": torch_everywhere(fla_kda), "torch": torch_everywhere(None)}
+    for arm in chosen:
+        name, scope = ARMS[arm], scopes[arm]
         try:
             if scope is None:
                 timing = measure_step(config, device, steps=args.steps)
