@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from tercet.errors import UnsupportedError
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run on the CPU, slowly, in Triton's interpreter."""
@@ -42,6 +45,49 @@ def operand_type(dtype: torch.dtype) -> tl.dtype:
     if dtype == torch.bfloat16:
         return tl.float32 if INTERPRETED else tl.bfloat16
     return tl.float16 if dtype == torch.float16 else tl.float32
+
+
+class Fitted:
+    """A kernel that runs with fewer pipeline stages where a GPU's shared memory is too small for all it was tuned for.
+
+    Stages change what is in flight, not what is computed. The reduced number is remembered for the same options.
+    """
+
+    def __init__(self, kernel: Any):
+        self.kernel = kernel
+        self._reduced: dict[str, dict[str, int]] = {}
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        """Return a call that launches on *grid*."""
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        """Launch, with one stage less after every refusal.
+
+        Raises:
+            UnsupportedError: the kernel does not fit with a single stage either.
+        """
+        asked = repr(options) if self._reduced else ""
+        options |= self._reduced.get(asked, {})
+        while True:
+            try:
+                return self.kernel[grid](*args, **options)
+            except OutOfResources as error:
+                stages = {"num_stages": 3} | {k: v for k, v in options.items() if k in ("num_stages", "STAGES")}
+                fewer = {name: count - 1 for name, count in stages.items() if count > 1}
+                if not fewer:
+                    raise UnsupportedError(
+                        f"{self.kernel.__name__} does not fit this GPU: it needs {error.required} of {error.name}, "
+                        f"there are {error.limit}; run this operator with use_tier('torch')"
+                    ) from error
+                asked = asked or repr(options)
+                options |= fewer
+                self._reduced[asked] = self._reduced.get(asked, {}) | fewer
+
+
+def fitted(kernel: Any) -> Fitted:
+    """Wrap a kernel that the host launches and whose loads run ahead through shared memory."""
+    return Fitted(kernel)
 
 
 class GPUOperator:

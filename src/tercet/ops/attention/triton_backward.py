@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from tercet.ops.attention.triton_forward import fetch, locate, logits
-from tercet.ops.gpu import INTERPRETED
+from tercet.ops.gpu import INTERPRETED, fitted
 
 _COMPILED = tl.constexpr(not INTERPRETED)
 
@@ -85,6 +85,7 @@ def _query_step(
     return dq_MD, dq_MR
 
 
+@fitted
 @triton.jit(do_not_specialize=["H", "SLOTS"])
 def query_kernel(
     q,
@@ -224,6 +225,7 @@ def _key_step(
     return dk_ND, dk_NR, dv_NV
 
 
+@fitted
 @triton.jit(do_not_specialize=["T", "H", "SLOTS"])
 def key_kernel(
     q,

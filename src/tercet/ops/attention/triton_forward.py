@@ -14,6 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tercet.ops.gpu import fitted
+
 
 @triton.jit
 def locate(tiles, H):
@@ -116,6 +118,7 @@ def _absorb(
     return o_MV, total_M, peak_M
 
 
+@fitted
 @triton.jit(do_not_specialize=["T", "H", "SLOTS"])
 def forward_kernel(
     q,

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, float_refusal, multiprocessors, operator
+from tercet.ops.gpu import dense, fitted, float_refusal, multiprocessors, operator
 
 MAX_SOURCES = 32
 MAX_WIDTH = 16384
@@ -54,6 +54,7 @@ def _source(sources, i, N: tl.constexpr):
     return tl.multiple_of(pointer, 16)
 
 
+@fitted
 @triton.jit
 def _forward_kernel(
     sources,
@@ -112,6 +113,7 @@ def _forward_kernel(
     tl.store(r_out + slot * tokens + token, norms, mask=slot < N)
 
 
+@fitted
 @triton.jit
 def _backward_kernel(
     sources,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tercet.ops.attn_res.reference import Partial
 from tercet.ops.attn_res.triton_ import MAX_SOURCES, MAX_WIDTH, _source, _warps
-from tercet.ops.gpu import dense, float_refusal
+from tercet.ops.gpu import dense, fitted, float_refusal
 
 MAX_QUERIES = 64
 _DEPTH, _COLUMNS, _VALUE_WARPS = 128, 256, 4
@@ -27,6 +27,7 @@ _MANY = 2048
 """Tokens from which a program scores 64 of them, not 16."""
 
 
+@fitted
 @triton.jit
 def _score_kernel(
     sources,
@@ -61,6 +62,7 @@ def _score_kernel(
     tl.store(scores + to, score, mask=(token < tokens)[:, None])
 
 
+@fitted
 @triton.jit
 def _value_kernel(
     sources,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from tercet.ops.glu.triton_ import sigmoid, situ
+from tercet.ops.gpu import fitted
 
 
 @triton.jit
@@ -116,6 +117,7 @@ def _rows_tile(
     tl.store(to, total.to(out.dtype.element_ty), mask=mask)
 
 
+@fitted
 @triton.jit
 def rows_kernel(
     a,
@@ -222,6 +224,7 @@ def _gate_up_tile(
     tl.store(hidden + to, h.to(element), mask=mask)
 
 
+@fitted
 @triton.jit
 def gate_up_kernel(
     rows,
@@ -328,6 +331,7 @@ def gate_up_kernel(
         )
 
 
+@fitted
 @triton.jit
 def weight_gradient_kernel(
     left,

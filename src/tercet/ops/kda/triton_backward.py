@@ -25,6 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tercet.ops.gpu import fitted
 from tercet.ops.kda.triton_gate import pair_gradients, softplus_gate
 from tercet.ops.kda.triton_math import (
     exp2,
@@ -43,6 +44,7 @@ from tercet.ops.kda.triton_prepare import load_rows
 from tercet.ops.kda.triton_recurrence import common_unit, load_piece, load_state
 
 
+@fitted
 @triton.jit
 def rebuild_states(
     v,
@@ -115,6 +117,7 @@ def rebuild_states(
         tl.store(out, narrow(e_VC * grow).to(errors.dtype.element_ty))
 
 
+@fitted
 @triton.jit
 def walk_back(
     d_o,
@@ -208,6 +211,7 @@ def walk_back(
         tl.store(ends + before.to(tl.int64) * (H * V * K) + place, D_VK * grow)
 
 
+@fitted
 @triton.jit
 def tile_gradients(
     q,

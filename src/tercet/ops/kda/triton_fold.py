@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.ops.gpu import fitted
 from tercet.ops.kda.triton_math import TILE, halves, inverse_power, power
 from tercet.ops.kda.triton_plan import BLOCK_V
 from tercet.ops.kda.triton_recurrence import common_unit, load_piece, load_state
@@ -30,6 +31,7 @@ CHAIN = {"num_warps": 8}
 """Each thread of four warps would hold 256 numbers of a split M."""
 
 
+@fitted
 @triton.jit
 def fold_pieces(
     v,
@@ -97,6 +99,7 @@ def fold_pieces(
         tl.store(states + (target * H + head).to(tl.int64) * (V * K) + matrix, S_VK * grow)
 
 
+@fitted
 @triton.jit
 def fold_back(
     d_o,
@@ -163,6 +166,7 @@ def fold_back(
         tl.store(adjoints + (before * H + head).to(tl.int64) * (V * K) + matrix, D_VK * grow)
 
 
+@fitted
 @triton.jit
 def chain_states(
     values,

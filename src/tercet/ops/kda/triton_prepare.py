@@ -24,6 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tercet.ops.gpu import fitted
 from tercet.ops.kda.triton_gate import pair_products, softplus_gate
 from tercet.ops.kda.triton_math import exp2, halves, narrow, reciprocal, sigmoid, sums_where, unit_lower_inverse
 
@@ -43,6 +44,7 @@ def gate_rows(z_CK, A_log, dt_bias, head, channel, floor2, K: tl.constexpr, LOG2
     return floor2 * reciprocal(1.0 + exp2(slope * z_CK.to(tl.float32) + bias_K[None, :]))
 
 
+@fitted
 @triton.jit
 def prepare_tile(
     q,

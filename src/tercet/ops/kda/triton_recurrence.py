@@ -18,6 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from tercet.ops.gpu import fitted
 from tercet.ops.kda.triton_math import exponent, halves, inverse_power, power
 
 
@@ -55,6 +56,7 @@ def load_state(own, inner, sequence, slot, matrix, size, HAS_OWN: tl.constexpr, 
     return S_VK
 
 
+@fitted
 @triton.jit
 def walk_tiles(
     v,

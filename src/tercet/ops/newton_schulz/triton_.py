@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, float_refusal, multiprocessors, operand_type, operator
+from tercet.ops.gpu import dense, fitted, float_refusal, multiprocessors, operand_type, operator
 from tercet.ops.newton_schulz import reference
 
 MAX_ROWS = 128
@@ -47,6 +47,7 @@ def _load_tile(
     return tile.to(tl.bfloat16).to(OPERAND)
 
 
+@fitted
 @triton.jit
 def _gram_kernel(
     x,
@@ -98,6 +99,7 @@ def _product(left, right, R: tl.constexpr, DEPTH: tl.constexpr):
     return total
 
 
+@fitted
 @triton.jit
 def _iterate_kernel(
     partial,
@@ -152,6 +154,7 @@ def _iterate_kernel(
     tl.store(low + n * R * R + at, (q - rounded.to(tl.float32)).to(tl.bfloat16))
 
 
+@fitted
 @triton.jit
 def _apply_kernel(
     x,

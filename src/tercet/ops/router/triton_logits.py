@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, float_refusal, operand_type, operator
+from tercet.ops.gpu import dense, fitted, float_refusal, operand_type, operator
 
 _SPLIT = 1024
 _LOGITS = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
@@ -48,6 +48,7 @@ def _split_kernel(w, parts, count, BLOCK: tl.constexpr):
     tl.store(parts + 2 * count + at, low, mask=at < count)
 
 
+@fitted
 @triton.jit
 def _logits_kernel(
     x,
@@ -80,6 +81,7 @@ def _logits_kernel(
     tl.store(out + to, total, mask=(row < tokens)[:, None] & (expert < E)[None, :])
 
 
+@fitted
 @triton.jit
 def _rows_gradient_kernel(
     d,
@@ -112,6 +114,7 @@ def _rows_gradient_kernel(
     tl.store(out + to, total.to(out.dtype.element_ty), mask=(row < tokens)[:, None] & (column < H)[None, :])
 
 
+@fitted
 @triton.jit
 def _weight_gradient_kernel(
     d,
