@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -73,6 +74,13 @@ def run(ranks: Ranks, config: RunConfig, directory: Path, steps: int | None = No
     rows = [trainer.train_step() for _ in range(trainer.step, config.train.steps if steps is None else steps)]
     trainer.save()
     return {"rows": rows, "weights": weights(trainer), "owned": sum(map(int, _owned(trainer)))}
+
+
+def score(ranks: Ranks, config: RunConfig, directory: Path, windows: int) -> list[dict[str, Any]]:
+    """Evaluate the untrained model on so many windows."""
+    shorter = replace(config, train=replace(config.train, eval_sequences=windows))
+    trainer = Trainer(shorter, Corpus.open(config.data.path), directory, ranks=ranks)
+    return list(trainer.evaluate())
 
 
 def whole_run(ranks: Ranks, config: RunConfig, directory: Path) -> Any:

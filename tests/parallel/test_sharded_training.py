@@ -68,6 +68,18 @@ def test_sharded_equals_single_process(gang: Gang, config: RunConfig, tmp_path: 
     assert sum(rank["owned"] for rank in several) == single["owned"]
 
 
+@pytest.mark.parametrize("windows", [1, 20])
+def test_ranks_share_the_scoring(gang: Gang, config: RunConfig, tmp_path: Path, windows: int) -> None:
+    """One window leaves the second rank nothing to score; twenty are three batches."""
+    single = jobs.score(Ranks(), config, tmp_path / "one", windows)
+    first, second = gang.results(2, jobs.score, config, tmp_path / "two", windows)
+    assert [row["kind"] for row in first] == [row["kind"] for row in single]
+    assert [row["kind"] for row in second] == ["validation"]
+    for found in (first[0], second[0]):
+        assert found["bytes"] == single[0]["bytes"]
+        assert found["bits_per_byte"] == pytest.approx(single[0]["bits_per_byte"], rel=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["aux", "sign", "qb_micro"])
 def test_other_rules_of_balancing_and_adamw(gang: Gang, config: RunConfig, tmp_path: Path, kind: str) -> None:
     other = replace(

@@ -8,6 +8,7 @@ the first one from [BOS]; the end of a document is predicted too and counts bits
 from __future__ import annotations
 
 import gzip
+import itertools
 import lzma
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,6 +25,7 @@ from tercet.data.tokenizer import Tokenizer
 from tercet.errors import DataError
 from tercet.model import CausalLM, Context
 from tercet.ops import IGNORE, linear_cross_entropy
+from tercet.parallel import Ranks
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ def bits_per_byte(
     split: str = "validation",
     batch_sequences: int = 8,
     limit: int | None = None,
+    ranks: Ranks | None = None,
 ) -> Compression:
     """Score *model* on a split of a prepared corpus, every token once.
 
@@ -66,16 +69,22 @@ def bits_per_byte(
         split: ``"validation"`` or ``"train"``.
         batch_sequences: windows in a forward pass; changes nothing but memory and rounding.
         limit: score only so many windows, evenly spread over the split; None scores all.
+        ranks: processes with the same model that share the forward passes; all get the same result.
 
     Raises:
         DataError: the split is empty, or the corpus has ids that the model has not.
+        PeerError: another rank died.
     """
     if corpus.vocab_size > model.config.vocab_size:
         raise DataError(
             f"the corpus has {corpus.vocab_size} ids, the model {model.config.vocab_size}; "
             "score it on a corpus prepared with its own tokenizer (tercet data prepare --tokenizer)"
         )
-    return score(model, corpus.evaluation(split, sequence_length, batch_sequences, limit))
+    ranks = ranks or Ranks()
+    batches = corpus.evaluation(split, sequence_length, batch_sequences, limit)
+    own = _sum(model, itertools.islice(batches, ranks.rank, None, ranks.world))
+    nats, tokens, size = ranks.sum(torch.tensor([own.nats, own.tokens, own.bytes], dtype=torch.float64)).tolist()
+    return _not_empty(Compression(nats, int(tokens), int(size)))
 
 
 def bits_per_byte_of_texts(
@@ -103,22 +112,30 @@ def bits_per_byte_of_texts(
     return score(model, _windows(tokenizer, texts, sequence_length, batch_sequences))
 
 
-@torch.no_grad()
 def score(model: CausalLM, batches: Iterable[Scored]) -> Compression:
     """Sum the loss of *model* over *batches* in fp64.
 
     Raises:
         DataError: they hold no text.
     """
+    return _not_empty(_sum(model, batches))
+
+
+@torch.no_grad()
+def _sum(model: CausalLM, batches: Iterable[Scored]) -> Compression:
     nats, tokens, size = 0.0, 0, 0
     for scored in batches:
         losses_T = token_losses(model, scored.batch)
         nats += float(losses_T.double().sum())
         tokens += int((scored.batch.targets != IGNORE).sum())
         size += scored.bytes
-    if not size:
-        raise DataError("there is no text to score: the files are empty")
     return Compression(nats, tokens, size)
+
+
+def _not_empty(found: Compression) -> Compression:
+    if not found.bytes:
+        raise DataError("there is no text to score: the files are empty")
+    return found
 
 
 def token_losses(model: CausalLM, batch: Batch) -> Float[Tensor, "tokens"]:

@@ -160,7 +160,7 @@ class Trainer:
                 self.log.append(row)
                 progress.update(row)
                 if self.step % settings.eval_every == 0 or self.step == settings.steps:
-                    for extra in self.evaluate() if self.ranks.first else ():
+                    for extra in self.evaluate():
                         self.log.append(extra)
                         progress.update(extra)
                 if self.step % settings.checkpoint_every == 0:
@@ -283,18 +283,23 @@ class Trainer:
     def evaluate(self) -> Iterator[dict[str, Any]]:
         """Yield a validation row, a probe row and a sample row; changes nothing about training.
 
-        A corpus without held-out text gives the sample alone.
+        A corpus without held-out text gives the sample alone. All ranks score, the first alone probes and samples.
         """
         self.model.eval()
         if self.samples.held_out:
             yield from self._held_out()
-        yield self.samples.row(self.model, self.step, seed=self.config.train.seed)
+        if self.ranks.first:
+            yield self.samples.row(self.model, self.step, seed=self.config.train.seed)
         self.model.train()
 
     def _held_out(self) -> Iterator[dict[str, Any]]:
         data = self.config.data
         score = bits_per_byte(
-            self.model, self.corpus, sequence_length=data.sequence_length, limit=self._evaluation_limit()
+            self.model,
+            self.corpus,
+            sequence_length=data.sequence_length,
+            limit=self._evaluation_limit(),
+            ranks=self.ranks,
         )
         self.validation = score.bits_per_byte
         yield {
@@ -304,9 +309,10 @@ class Trainer:
             "bits_per_byte": score.bits_per_byte,
             "bytes": score.bytes,
         }
-        batch = next(iter(self.corpus.evaluation("validation", data.sequence_length, 2, limit=2))).batch
-        batch = _to(batch, self.device)
-        yield probe(self.model, batch.tokens, batch.cu_seqlens, self.step)
+        if self.ranks.first:
+            batch = next(iter(self.corpus.evaluation("validation", data.sequence_length, 2, limit=2))).batch
+            batch = _to(batch, self.device)
+            yield probe(self.model, batch.tokens, batch.cu_seqlens, self.step)
 
     def _evaluation_limit(self) -> int | None:
         """Validation windows to score now: a spread during training, all of them at the end."""
