@@ -26,7 +26,7 @@ test: $(READY)
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 test-slow: $(READY)
-	$(BIN)/python -m pytest -n $(WORKERS) -m slow --timeout 3600
+	HYPOTHESIS_PROFILE=search $(BIN)/python -m pytest -n $(WORKERS) -m slow --timeout 3600
 
 # On a machine with a CUDA device: the kernels' tests, compiled instead of interpreted, and sizes past 2^31 elements.
 test-gpu: $(READY)

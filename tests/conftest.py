@@ -7,6 +7,12 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel is imported:
 
 import pytest
 import torch
+from hypothesis import settings
+
+# A green run is green again; `make test-slow` searches at random instead.
+settings.register_profile("steady", derandomize=True)
+settings.register_profile("search")
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 
 @pytest.fixture(autouse=True)
