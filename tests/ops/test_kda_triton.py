@@ -193,6 +193,9 @@ def test_states_at_requested_tokens():
     assert relative_error(states, exact) < 2e-3
     with pytest.raises(ShapeError, match="no token 4 of sequence 1"):
         fused_kda_export(*inputs[:7], exports=[(1, 4)], **settings)
+    per_channel = [*inputs[:5], torch.zeros_like(inputs[6]), inputs[6]]
+    with use_tier("triton"), pytest.raises(ShapeError, match="A_log must be"):
+        fused_kda_export(*per_channel, exports=places, **settings)
 
 
 def test_registration():

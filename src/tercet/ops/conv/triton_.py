@@ -292,16 +292,20 @@ def call(
     return y, _tail(flat, weight.shape[2] - 1, state, lengths) if tail else None
 
 
+@lru_cache(maxsize=64)
+def _tail_places(lengths: tuple[int, ...], history: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each tail row's token, its row of the old state, and whether it is that one; all ``[N, history]``."""
+    count = torch.tensor(lengths)
+    back = torch.arange(history, 0, -1)
+    missing = back - count[:, None]
+    token = count.cumsum(0)[:, None] - back
+    row = (history - missing).clamp(0, max(0, history - 1))
+    return token.clamp(min=0).to(device), row.to(device), (missing > 0).to(device)
+
+
 def _tail(x: Tensor, history: int, state: Tensor | None, lengths: tuple[int, ...]) -> Tensor:
     """Return the newest *history* rows of every sequence; a shorter sequence keeps rows of the old state."""
-    count = torch.tensor(lengths, device=x.device)
-    back = torch.arange(history, 0, -1, device=x.device)
-    token = count.cumsum(0)[:, None] - back
-    newest = x[token.clamp(min=0)] if len(x) else x.new_zeros(*token.shape, x.shape[1])
-    missing = back - count[:, None]
-    if state is None:
-        past = torch.zeros_like(newest)
-    else:
-        row = (history - missing).clamp(0, history - 1)[..., None].expand_as(newest)
-        past = state.to(x.dtype).gather(1, row)
-    return torch.where((missing > 0)[..., None], past, newest)
+    token, row, older = _tail_places(lengths, history, x.device)
+    newest = x[token] if len(x) else x.new_zeros(*token.shape, x.shape[1])
+    past = torch.zeros_like(newest) if state is None else state.to(x.dtype).gather(1, row[..., None].expand_as(newest))
+    return torch.where(older[..., None], past, newest)

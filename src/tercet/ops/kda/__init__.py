@@ -128,9 +128,7 @@ def fused_kda(
         ShapeError: shapes disagree.
         ConfigError: lower_bound outside [-5, 0).
     """
-    _check(q, k, v, {"z": (z, q.shape), "b": (b, q.shape[:3])}, state, cu_seqlens)
-    _check_floor(lower_bound)
-    _check_gate(q, A_log, dt_bias)
+    _check_raw(q, k, v, z, b, A_log, dt_bias, lower_bound, state, cu_seqlens)
     return _fused(
         q,
         k,
@@ -192,8 +190,7 @@ def fused_kda_export(
         ShapeError: shapes disagree, or a place lies outside of its sequence.
         ConfigError: lower_bound outside [-5, 0).
     """
-    _check(q, k, v, {"z": (z, q.shape), "b": (b, q.shape[:3])}, state, cu_seqlens)
-    _check_floor(lower_bound)
+    _check_raw(q, k, v, z, b, A_log, dt_bias, lower_bound, state, cu_seqlens)
     lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
     for sequence, offset in exports:
         if not 0 <= sequence < len(lengths) or not 0 < offset <= lengths[sequence]:
@@ -252,9 +249,7 @@ def fused_kda_fold(
         ShapeError: shapes disagree.
         ConfigError: lower_bound outside [-5, 0).
     """
-    _check(k, k, v, {"z": (z, k.shape), "b": (b, k.shape[:3])}, None, cu_seqlens)
-    _check_floor(lower_bound)
-    _check_gate(k, A_log, dt_bias)
+    _check_raw(k, k, v, z, b, A_log, dt_bias, lower_bound, None, cu_seqlens)
     return _fold(k, v, z, b, A_log, dt_bias, lower_bound=lower_bound, cu_seqlens=cu_seqlens)
 
 
@@ -292,9 +287,7 @@ def fused_kda_adjoint(
         ShapeError: shapes disagree.
         ConfigError: lower_bound outside [-5, 0).
     """
-    _check(q, k, d_o, {"z": (z, q.shape), "b": (b, q.shape[:3])}, None, cu_seqlens)
-    _check_floor(lower_bound)
-    _check_gate(q, A_log, dt_bias)
+    _check_raw(q, k, d_o, z, b, A_log, dt_bias, lower_bound, None, cu_seqlens)
     settings = {"scale": scale, "lower_bound": lower_bound, "cu_seqlens": cu_seqlens}
     return _adjoint(d_o, q, k, z, b, A_log, dt_bias, **settings)
 
@@ -408,7 +401,21 @@ def _check_floor(floor: float | None) -> None:
         raise ConfigError(f"the gate's lower bound is {floor}; the factorised tile form needs it in [-5, 0)")
 
 
-def _check_gate(q: Tensor, A_log: Tensor, dt_bias: Tensor) -> None:
+def _check_raw(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    lower_bound: float | None,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Check what every operator on raw projections takes."""
+    _check(q, k, v, {"z": (z, q.shape), "b": (b, q.shape[:3])}, state, cu_seqlens)
+    _check_floor(lower_bound)
     if A_log.shape != q.shape[2:3] or dt_bias.shape != q.shape[2:]:
         raise ShapeError(
             f"A_log must be [heads] = {tuple(q.shape[2:3])} and dt_bias [heads, key] = {tuple(q.shape[2:])}, "
