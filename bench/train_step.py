@@ -23,18 +23,14 @@ ARMS = {"ours": "ours", "fla": "torch tier + fla's KDA", "torch": "torch tier"}
 
 @contextmanager
 def torch_everywhere(fused_kda: Callable | None) -> Iterator[None]:
-    """Force the torch tier, the formula where an operator has none, and *fused_kda* for KDA if given."""
-    kept = {name: operator.torch_tier for name, operator in OPERATORS.items()}
-    for operator in OPERATORS.values():
-        operator.torch_tier = operator.torch_tier or operator.reference
-    if fused_kda is not None:
-        OPERATORS["fused_kda"].torch_tier = fused_kda
+    """Force the torch tier, and *fused_kda* for KDA if given."""
+    operator = OPERATORS["fused_kda"]
+    kept, operator.torch_tier = operator.torch_tier, fused_kda or operator.torch_tier
     try:
         with use_tier("torch"):
             yield
     finally:
-        for name, tier in kept.items():
-            OPERATORS[name].torch_tier = tier
+        operator.torch_tier = kept
 
 
 def fla_kda(q, k, v, z, b, A_log, dt_bias, *, scale, lower_bound, state, cu_seqlens):

@@ -37,7 +37,9 @@ def cases(device: torch.device) -> list[Case]:
             return fused_kda(*inputs, cu_seqlens=cu)[0]
 
         both = importable({"fla": lambda i=inputs, c=cu: _fla(i, c, backward=True)})
-        forward = importable({"fla": lambda i=inputs, c=cu: _fla(i, c, backward=False)})
+        forward = importable(
+            {"fla": lambda i=inputs, c=cu: _fla(i, c, backward=False), "FlashKDA": lambda i=inputs, c=cu: _flash(i, c)}
+        )
         units = sum(lengths) * heads
         made.append(
             Case(
@@ -147,6 +149,18 @@ def _fla(inputs: list[torch.Tensor], cu: torch.Tensor, *, backward: bool) -> Cal
         return chunk_kda(q, k, v, z, b, **gate, **inside, output_final_state=True, cu_seqlens=bounds)[0]
 
     return gradients(peer, inputs) if backward else lambda: peer(*inputs)
+
+
+def _flash(inputs: list[torch.Tensor], cu: torch.Tensor) -> Callable[[], Any]:
+    """Moonshot's CUTLASS kernels, forward only; the final state in fp32, as ours."""
+    import flash_kda
+
+    q, k, v, z, b, A_log, dt_bias = inputs
+    heads, width = dt_bias.shape
+    bounds = cu.to(q.device)
+    out, final = torch.empty_like(v), torch.empty(len(cu) - 1, heads, width, width, device=q.device)
+    fixed = {"A_log": A_log, "dt_bias": dt_bias, "lower_bound": -5.0, "final_state": final, "cu_seqlens": bounds}
+    return lambda: flash_kda.fwd(q, k, v, z, b, width**-0.5, out, **fixed)
 
 
 def _decode_case(batch: int, heads: int, width: int, device: torch.device) -> Case:

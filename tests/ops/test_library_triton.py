@@ -50,7 +50,10 @@ CASES = {
     "situ_glu": (glu._situ, lambda: (leaf(6), leaf(6), 4.0, 25.0)),
     "rms_norm": (norm._forward, lambda: (leaf(3, 8), leaf(3, 8), leaf(8), 1e-5)),
     "project": (project._forward, lambda: (leaf(3, 5), [leaf(4, 5), leaf(2, 5)])),
-    "short_conv": (conv._forward, lambda: (leaf(5, 6), leaf(6, 1, 4), None, *conv._places((5,), torch.device("cpu")))),
+    "short_conv": (
+        conv._forward,
+        lambda: (leaf(5, 6), leaf(6, 1, 4), None, *conv._places((5,), torch.get_default_device())),
+    ),
 }
 
 

@@ -26,7 +26,7 @@ def operator():
 def test_cpu_takes_torch_and_never_warns(operator):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert operator(torch.zeros(9)) == "torch"
+        assert operator(torch.zeros(9, device="cpu")) == "torch"
 
 
 def test_without_a_torch_tier_the_reference_runs():
@@ -35,6 +35,14 @@ def test_without_a_torch_tier_the_reference_runs():
     with use_tier("torch"):
         assert made(torch.zeros(1)) == "reference"
     del OPERATORS["plain"]
+
+
+def test_forced_torch_never_means_triton(operator, monkeypatch):
+    monkeypatch.setattr(Operator, "_automatic", lambda *_: "triton")
+    operator.torch_tier = None
+    assert operator(torch.zeros(9)) == "triton"
+    with use_tier("torch"):
+        assert operator(torch.zeros(9)) == "reference"
 
 
 def test_forced_tiers_nest(operator):
@@ -53,7 +61,7 @@ def test_forced_tiers_nest(operator):
 def test_forced_triton_on_cpu_raises_with_the_reason(operator, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with use_tier("triton"), pytest.raises(UnsupportedError, match="on the CPU and TRITON_INTERPRET is not 1"):
-        operator(torch.zeros(9))
+        operator(torch.zeros(9, device="cpu"))
 
 
 def test_forced_triton_declines_with_its_own_reason(operator, monkeypatch):

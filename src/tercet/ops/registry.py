@@ -32,7 +32,8 @@ OPERATORS: dict[str, Operator] = {}
 def use_tier(tier: Tier | None) -> Iterator[None]:
     """Run the block with every operator on *tier* (None restores the automatic choice).
 
-    Operators that have no such tier keep their automatic choice; one that has it and declines raises.
+    Without a torch tier ``torch`` means the reference, which then is vectorised already; without a triton tier the
+    choice stays automatic. An operator that has the tier and declines raises.
     """
     if tier is not None and tier not in TIERS:
         raise ConfigError(f"unknown tier {tier!r}{nearest(str(tier), TIERS)}")
@@ -76,14 +77,21 @@ class Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator on the tier chosen for these inputs."""
         forced = _forced.get()
+        if forced == "torch":
+            return self._implementation(self._general)(*args, **kwargs)
         if forced is not None and forced in self.tiers():
             if forced == "triton" and (reason := self._triton_refusal(args, kwargs)):
                 raise UnsupportedError(f"{self.name}: the triton tier declines: {reason}")
             return self._implementation(forced)(*args, **kwargs)
         return self._implementation(self._automatic(args, kwargs))(*args, **kwargs)
 
+    @property
+    def _general(self) -> Tier:
+        """The vectorised tier that runs on any device."""
+        return "torch" if self.torch_tier is not None else "reference"
+
     def _automatic(self, args: tuple, kwargs: dict) -> Tier:
-        general: Tier = "torch" if self.torch_tier is not None else "reference"
+        general = self._general
         tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
         if self.triton_module is None or tensor is None or tensor.device.type != "cuda":
             return general
