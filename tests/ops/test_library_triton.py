@@ -16,6 +16,7 @@ from tercet.ops.newton_schulz import triton_ as newton_schulz
 from tercet.ops.norm import triton_ as norm
 from tercet.ops.project import gpu as project
 from tercet.ops.router import triton_ as router
+from tercet.ops.router import triton_choices, triton_needed
 from tercet.ops.router import triton_logits as router_logits
 
 
@@ -47,6 +48,14 @@ CASES = {
     "routed_experts": (experts._forward, expert_inputs),
     "route": (router._forward, lambda: (leaf(3, 7), torch.zeros(7), 2, True, 1.0)),
     "router_logits": (router_logits._forward, lambda: (leaf(3, 8).detach().bfloat16().requires_grad_(), leaf(5, 8))),
+    "count_choices": (
+        triton_choices._count,
+        lambda: (torch.zeros(4, dtype=torch.int64), torch.randint(4, (5, 2)), torch.rand(5) > 0.5),
+    ),
+    "count_needed": (
+        triton_needed._count,
+        lambda: (torch.zeros(4, 9, dtype=torch.int32), torch.rand(5, 4), torch.rand(5), *torch.rand(2), None),
+    ),
     "situ_glu": (glu._situ, lambda: (leaf(6), leaf(6), 4.0, 25.0)),
     "rms_norm": (norm._forward, lambda: (leaf(3, 8), leaf(3, 8), leaf(8), 1e-5)),
     "project": (project._forward, lambda: (leaf(3, 5), [leaf(4, 5), leaf(2, 5)])),

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from numerics import assert_same, outputs_and_gradients, relative_error
-from tercet.errors import UnsupportedError
-from tercet.ops import route, router_logits, use_tier
+from tercet.errors import ShapeError, UnsupportedError
+from tercet.ops import count_choices, count_needed, route, router_logits, use_tier
 
 
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(3, 896, 16), (2, 896, 17), (5, 6, 2), (1, 3, 1)])
@@ -86,3 +86,47 @@ def test_logits_with_a_bf16_weight():
 def test_logits_decline_fp32_rows():
     with use_tier("triton"), pytest.raises(UnsupportedError, match="bf16"):
         router_logits(torch.randn(4, 8), torch.randn(3, 8))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("tokens", "experts", "k", "bins"), [(70, 11, 3, 40), (1, 3, 1, 2), (9, 896, 16, 1000)])
+def test_counts_equal_counting_one_by_one(tokens, experts, k, bins, masked):
+    scores, cutoff = torch.rand(tokens, experts), 0.5 + 0.3 * torch.randn(tokens)
+    scores[0, 0] = cutoff[0] - 3.0  # beyond the last bin
+    if tokens > 1:
+        scores[1, 1], scores[1, 2] = float("nan"), float("inf")
+    chosen = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)])
+    valid = torch.rand(tokens) > 0.4 if masked else None
+    lowest, width = torch.tensor(-1.0), torch.tensor(2.5 / bins)
+    histogram = torch.ones(experts, bins, dtype=torch.int32)
+    loads = torch.full((experts,), 7)
+    with use_tier("triton"):
+        for _ in range(2):
+            count_needed(histogram, scores, cutoff, lowest=lowest, width=width, valid_M=valid)
+            count_choices(loads, chosen, valid)
+    wanted, wanted_loads = torch.ones(experts, bins, dtype=torch.int32), torch.full((experts,), 7)
+    for i in range(tokens):
+        if valid is not None and not valid[i]:
+            continue
+        for j, place in enumerate(((cutoff[i] - scores[i] - lowest) / width).tolist()):
+            slot = 0 if place != place else int(min(max(place, 0.0), bins - 1.0))
+            wanted[j, slot] += 2
+        for j in chosen[i].tolist():
+            wanted_loads[j] += 2
+    assert torch.equal(histogram, wanted)
+    assert torch.equal(loads, wanted_loads)
+
+
+def test_counts_of_nothing_and_wrong_shapes():
+    histogram, loads, edge = torch.zeros(4, 5, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), torch.ones(())
+    for tier in ("torch", "triton"):
+        with use_tier(tier):
+            count_needed(histogram, torch.zeros(0, 4), torch.zeros(0), lowest=edge, width=edge)
+            count_choices(loads, torch.zeros(0, 2, dtype=torch.int64))
+            assert not histogram.any() and not loads.any()
+            with pytest.raises(ShapeError, match=r"cutoff \[3\]"):
+                count_needed(histogram, torch.zeros(3, 4), torch.zeros(2), lowest=edge, width=edge)
+            with pytest.raises(ShapeError, match="one flag for each of 3 tokens"):
+                count_choices(loads, torch.zeros(3, 2, dtype=torch.int64), torch.ones(2, dtype=torch.bool))
+    with use_tier("triton"), pytest.raises(UnsupportedError, match="fp32 scores"):
+        count_needed(histogram, torch.zeros(3, 4).double(), torch.zeros(3), lowest=edge, width=edge)

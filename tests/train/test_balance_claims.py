@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tercet.train.balance.quantile import Grid, count_needed, exact_quantile, needed_bias, solve_histogram
+from tercet.ops import count_needed
+from tercet.train.balance.quantile import Grid, exact_quantile, needed_bias, solve_histogram
 from tests.train.balance_models import Skewed, make_balancer, noise_floor, routed, step
 
 # From a collapsed router the first histograms are coarse; the guard's warning has a test of its own.
@@ -42,12 +43,13 @@ def test_histogram_and_exact_quantile_agree_up_to_a_bin():
     balancer = make_balancer(64, 4)
     for _ in range(3):
         scores = stream.batch()
-        needed = needed_bias(scores, routed(balancer, scores).cutoff)
+        cutoff = routed(balancer, scores).cutoff
+        needed = needed_bias(scores, cutoff)
         exact = exact_quantile(needed, 4).double()
         for bins in (50, 200, 1000, 4000):
             grid = Grid.around(balancer.bias(0), bins)
             histogram = torch.zeros(64, bins, dtype=torch.int32)
-            count_needed(histogram, needed, grid)
+            count_needed(histogram, scores, cutoff, **grid._asdict())
             error = (solve_histogram(histogram, grid, 4).quantile - exact).abs()
             # 4096 · 4 / 64 is whole, so anything up to the next order statistic is exact as well.
             below = needed.sort(dim=0).values[4096 * 4 // 64 - 1].double()

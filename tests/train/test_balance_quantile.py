@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tercet.train.balance.quantile import Grid, count_needed, exact_quantile, needed_bias, solve_histogram
+from tercet.ops import count_needed
+from tercet.train.balance.quantile import Grid, exact_quantile, needed_bias, solve_histogram
 from tests.train.balance_models import make_balancer, routed, step
 
 SCORES = torch.tensor(
@@ -68,7 +69,7 @@ def rebuilt_quantile(balancer, scores, bins: int) -> tuple[torch.Tensor, Grid]:
     bias = balancer.bias(0)
     grid = Grid.around(bias, bins)
     histogram = torch.zeros(len(bias), bins, dtype=torch.int32)
-    count_needed(histogram, needed_bias(scores, routed(balancer, scores).cutoff), grid)
+    count_needed(histogram, scores, routed(balancer, scores).cutoff, **grid._asdict())
     return solve_histogram(histogram, grid, balancer.top_k).quantile, grid
 
 
@@ -139,11 +140,15 @@ def test_two_bins_are_enough_to_work():
 
 def test_nothing_counted_gives_no_estimate():
     grid = Grid.around(torch.zeros(3), 10)
-    assert solve_histogram(torch.zeros(3, 10, dtype=torch.int32), grid, 1) is None
+    assert not solve_histogram(torch.zeros(3, 10, dtype=torch.int32), grid, 1).tokens.any()
+    balancer = make_balancer(3, 1, bias=torch.tensor([0.5, -0.5, 0.0]))
+    balancer.begin_step()
+    assert balancer.finish(accepted=True) == {}
+    assert balancer.bias(0).tolist() == [0.5, -0.5, 0.0]
 
 
 def test_not_a_number_is_counted_somewhere_and_never_crashes():
     histogram = torch.zeros(3, 10, dtype=torch.int32)
     needed = torch.tensor([[float("nan"), float("inf"), 0.0], [-float("inf"), 0.0, 0.0]])
-    count_needed(histogram, needed, Grid.around(torch.zeros(3), 10))
+    count_needed(histogram, -needed, torch.zeros(2), **Grid.around(torch.zeros(3), 10)._asdict())
     assert histogram.sum(1).tolist() == [2, 2, 2]

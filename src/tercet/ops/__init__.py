@@ -23,6 +23,7 @@ from tercet.ops.norm import gated_rms_norm, l2_norm, rms_norm
 from tercet.ops.project import project
 from tercet.ops.registry import OPERATORS, Tier, use_tier
 from tercet.ops.router import Routing, route, router_logits
+from tercet.ops.router.counts import count_choices, count_needed
 
 __all__ = [
     "IGNORE",
@@ -35,6 +36,8 @@ __all__ = [
     "attn_res_merge",
     "attn_res_norm",
     "attn_res_weights",
+    "count_choices",
+    "count_needed",
     "fused_kda",
     "fused_kda_adjoint",
     "fused_kda_export",

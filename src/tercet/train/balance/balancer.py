@@ -20,7 +20,7 @@ from tercet.config import BalanceConfig
 from tercet.errors import CheckpointError, ShapeError
 from tercet.model.context import Observer
 from tercet.model.moe import Router
-from tercet.ops import Routing
+from tercet.ops import Routing, count_choices
 
 Reduce = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks that hold distinct tokens, and over no replica."""
@@ -127,13 +127,9 @@ class Balancer:
         if (layer, micro_batch) in self._counted:
             self._repeat(routing, valid)
             return
-        tokens = routing.scores.shape[0]
-        if valid is not None and valid.shape != (tokens,):
-            raise ShapeError(f"valid must be one flag for each of {tokens} tokens, got {list(valid.shape)}")
         self._check_scores(layer, routing.scores)
+        count_choices(self._loads[layer], routing.experts, valid)
         self._counted.add((layer, micro_batch))
-        ones = torch.ones_like(routing.experts) if valid is None else valid.long()[:, None].expand_as(routing.experts)
-        self._loads[layer].scatter_add_(0, routing.experts.reshape(-1), ones.reshape(-1))
         self._count(layer, micro_batch, routing, valid)
 
     def _check_scores(self, layer: int, scores: Tensor) -> None:
@@ -166,22 +162,32 @@ class Balancer:
         self._loads = dict(zip(self._loads, summed))
         if accepted:
             self._solve()
-        report = {layer: self._describe(layer) for layer, loads_N in self._loads.items() if int(loads_N.sum())}
+        report = self._describe()
         self._loads = {}
         return report
 
-    def _describe(self, layer: int) -> LayerBalance:
-        loads_N = self._loads[layer].double()
-        mean = loads_N.mean()
-        bias_N = self.bias(layer)
-        return LayerBalance(
-            max_violation=float(loads_N.max() / mean - 1.0),
-            load_cv=float(loads_N.std(correction=0) / mean),
-            dead=int((loads_N < 0.1 * mean).sum()),
-            bias_range=float(bias_N.max() - bias_N.min()),
-            occupancy=self._occupancy.get(layer),
-            loads=tuple(self._loads[layer].tolist()),
+    def _describe(self) -> dict[int, LayerBalance]:
+        """Measure all layers together, so that the device is read once."""
+        loads_LN = torch.stack(list(self._loads.values())).double()
+        bias_LN = torch.stack([self.bias(layer) for layer in self._loads]).double()
+        mean_L = loads_LN.mean(1)
+        measured_LC = torch.stack(
+            [
+                loads_LN.amax(1) / mean_L - 1.0,
+                loads_LN.std(1, correction=0) / mean_L,
+                (loads_LN < 0.1 * mean_L[:, None]).sum(1),
+                bias_LN.amax(1) - bias_LN.amin(1),
+            ],
+            dim=1,
         )
+        report = {}
+        for layer, row in zip(self._loads, torch.cat([measured_LC, loads_LN], dim=1).tolist()):
+            violation, variation, dead, spread, *counts = row
+            loads = tuple(int(count) for count in counts)
+            if any(loads):
+                occupancy = self._occupancy.get(layer)
+                report[layer] = LayerBalance(violation, variation, int(dead), spread, occupancy, loads)
+        return report
 
     def _open(self, layer: int) -> None:
         """Prepare what `_count` adds to; called for every layer at the start of a step."""

@@ -47,52 +47,30 @@ class Grid(NamedTuple):
         return cls(lowest, (highest - lowest) / bins)
 
 
-def count_needed(
-    histogram_NB: Int[Tensor, "experts bins"],
-    needed_MN: Float[Tensor, "tokens experts"],
-    grid: Grid,
-    valid_M: Tensor | None = None,
-) -> None:
-    """Add every valid token's needed biases to the counts, in place.
-
-    Integer counts make the result independent of how tokens are split over micro-batches and ranks. A value that is
-    not a number lands in bin 0: the step that produced it is skipped anyway.
-    """
-    experts, bins = histogram_NB.shape
-    slots_MN = ((needed_MN - grid.lowest) / grid.width).to(torch.int64).clamp_(0, bins - 1)
-    slots_MN += torch.arange(experts, device=slots_MN.device) * bins
-    if valid_M is None:
-        ones = torch.ones((), dtype=torch.int32, device=slots_MN.device).expand(slots_MN.numel())
-    else:
-        ones = valid_M.to(torch.int32)[:, None].expand(slots_MN.shape).reshape(-1)
-    histogram_NB.view(-1).scatter_add_(0, slots_MN.view(-1), ones)
-
-
 class Estimate(NamedTuple):
-    """What a histogram says."""
+    """What a histogram says; all on its device, so that many can be read at once."""
 
+    tokens: Int[Tensor, "experts"]
+    """How many every expert counted: the same number, unless the counting is wrong. 0 leaves the rest undefined."""
     quantile: Float[Tensor, "experts"]
     """fp64, not centred; within one bin of the exact value."""
     occupancy: Float[Tensor, "experts"]
     """Tokens inside the chosen bin over the target load: the load error is at most this (training.md §2.7)."""
 
 
-def solve_histogram(histogram_NB: Int[Tensor, "experts bins"], grid: Grid, top_k: int) -> Estimate | None:
-    """Return the k/n-quantile of every expert's counts, linear inside its bin; None when nothing was counted.
+def solve_histogram(histogram_NB: Int[Tensor, "experts bins"], grid: Grid, top_k: int) -> Estimate:
+    """Return the k/n-quantile of every expert's counts, linear inside its bin.
 
     The number of tokens is taken from the counts themselves, so padding and ragged batches are right by construction.
     """
     experts = histogram_NB.shape[0]
     cumulative_NB = histogram_NB.cumsum(1, dtype=torch.int64)
-    totals_N = cumulative_NB[:, -1]
-    tokens = int(totals_N[0])
-    assert bool((totals_N == tokens).all()), "every expert must have counted the same tokens"
-    if tokens == 0:
-        return None
-    target = tokens * top_k / experts
-    bin_N = (cumulative_NB < -(-tokens * top_k // experts)).sum(1)
+    tokens_N = cumulative_NB[:, -1]
+    share_N = tokens_N * top_k
+    bin_N = (cumulative_NB < -(-share_N // experts)[:, None]).sum(1)
     inside_N = histogram_NB.gather(1, bin_N[:, None])[:, 0].double()
     before_N = cumulative_NB.gather(1, bin_N[:, None])[:, 0] - inside_N
-    fraction_N = ((target - before_N) / inside_N).clamp(0.0, 1.0)
+    target_N = share_N.double() / experts
+    fraction_N = ((target_N - before_N) / inside_N).clamp(0.0, 1.0)
     quantile_N = grid.lowest.double() + (bin_N + fraction_N) * grid.width.double()
-    return Estimate(quantile_N, inside_N / target)
+    return Estimate(tokens_N, quantile_N, inside_N / target_N)

@@ -22,9 +22,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from tercet.errors import CheckpointError, TercetWarning
-from tercet.ops import Routing
+from tercet.ops import Routing, count_needed
 from tercet.train.balance.balancer import Balancer
-from tercet.train.balance.quantile import Grid, count_needed, exact_quantile, needed_bias, solve_histogram
+from tercet.train.balance.quantile import Grid, exact_quantile, needed_bias, solve_histogram
 
 CROWDED_STEPS = 50
 """Steps in a row with an occupancy above 1 before the balancer says so."""
@@ -55,8 +55,8 @@ class QuantileBalancer(Balancer):
         self._grids[layer] = Grid.around(bias_N, self.config.bins)
 
     def _count(self, layer: int, micro_batch: int, routing: Routing, valid: Tensor | None) -> None:
-        needed_MN = needed_bias(routing.scores, self._cutoff(routing))
-        count_needed(self.histograms[layer], needed_MN, self._grids[layer], valid)
+        grid = self._grids[layer]._asdict()
+        count_needed(self.histograms[layer], routing.scores, self._cutoff(routing), **grid, valid_M=valid)
 
     def _cutoff(self, routing: Routing) -> Tensor:
         return routing.cutoff
@@ -70,12 +70,18 @@ class QuantileBalancer(Balancer):
 
     def _solve(self) -> None:
         summed_LNB = self._reduce(torch.stack([self.histograms[layer] for layer in self.routers]))
-        for layer, histogram_NB in zip(self.routers, summed_LNB):
-            estimate = solve_histogram(histogram_NB, self._grids[layer], self.top_k)
-            if estimate is None:
-                continue
-            self._occupancy[layer] = float(estimate.occupancy.max())
-            self._write(layer, self._smooth(layer, estimate.quantile))
+        estimates = [
+            solve_histogram(histogram_NB, self._grids[layer], self.top_k)
+            for layer, histogram_NB in zip(self.routers, summed_LNB)
+        ]
+        tokens_LN = torch.stack([estimate.tokens for estimate in estimates]).double()
+        crowded_L = torch.stack([estimate.occupancy.amax() for estimate in estimates])
+        read = torch.stack([tokens_LN.amin(1), tokens_LN.amax(1), crowded_L], dim=1).tolist()
+        for layer, estimate, (fewest, most, occupancy) in zip(self.routers, estimates, read):
+            assert fewest == most, "every expert must have counted the same tokens"
+            if most:
+                self._occupancy[layer] = occupancy
+                self._write(layer, self._smooth(layer, estimate.quantile))
         self._watch_resolution(max(self._occupancy.values(), default=0.0))
 
     def _watch_resolution(self, worst: float) -> None:
