@@ -121,8 +121,8 @@ def muon_step(
     Returns:
         RMS over all elements of the update O (without η and decay).
     """
-    torch._foreach_mul_(momenta, config.momentum)
-    torch._foreach_add_(momenta, gradients)
+    for momentum, gradient in zip(momenta, gradients):
+        torch.add(gradient, momentum, alpha=config.momentum, out=momentum)
     torch._foreach_mul_(weights, 1.0 - lr * weight_decay)
     squares, elements = weights[0].new_zeros(()), 0
     for stack in stacks:
@@ -136,14 +136,14 @@ def muon_step(
             else:
                 target.copy_(momentum)
             position += piece.count
-        updates = newton_schulz(blocks, method=config.ns).to(blocks.dtype)
+        updates = newton_schulz(blocks, method=config.ns)
         size = config.update_rms * stack.cols**0.5
         position = 0
         for piece in stack.pieces:
             update = _as_piece(updates[position : position + piece.count], piece)
             piece.of(weights[piece.parameter]).add_(update, alpha=-lr * size)
             position += piece.count
-        squares += (size * updates.norm()) ** 2
+        squares += (size * torch.linalg.vector_norm(updates, dtype=squares.dtype)) ** 2
         elements += updates.numel()
     return float((squares / elements).sqrt())
 

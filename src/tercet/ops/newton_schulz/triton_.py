@@ -13,7 +13,7 @@ Against fp64 the result is then as good as its bf16 rounding (2e-3), also where 
 (one singular value 1e4 above the rest). Rounding noise in A grows by a² a step, so after `RESTART` steps X itself is
 updated and its Gram matrix formed anew.
 
-Blocks with more than `MAX_ROWS` rows on their short side go through batched cuBLAS products, where nothing is gained.
+Blocks with more than `MAX_ROWS` rows on their short side are iterated by products of their own (`triton_large`).
 
 Shapes: N blocks, R rows (padded to a power of two), C columns, S column slices.
 """
@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.gpu import dense, fitted, float_refusal, multiprocessors, operand_type, operator
-from tercet.ops.newton_schulz import reference
+from tercet.ops.newton_schulz import triton_large
 
 MAX_ROWS = 128
 RESTART = 5
@@ -263,10 +263,14 @@ def _segment(x: Tensor, coefficients: tuple[tuple[float, float, float], ...], *,
 def _newton_schulz(blocks: Tensor, coefficients: list[float]) -> Tensor:
     steps = tuple(zip(coefficients[::3], coefficients[1::3], coefficients[2::3]))
     x = dense(blocks)
-    wide = x if x.shape[1] <= x.shape[2] else x.transpose(1, 2)
-    for first in range(0, len(steps), RESTART):
-        wide = _segment(wide, steps[first : first + RESTART], normalise=first == 0)
-    return (wide if x.shape[1] <= x.shape[2] else wide.transpose(1, 2)).contiguous()
+    tall = x.shape[1] > x.shape[2]
+    wide = x.transpose(1, 2) if tall else x
+    if wide.shape[1] > MAX_ROWS:
+        wide = triton_large.iterate(wide, steps)
+    else:
+        for first in range(0, len(steps), RESTART):
+            wide = _segment(wide, steps[first : first + RESTART], normalise=first == 0)
+    return (wide.transpose(1, 2) if tall else wide).contiguous()
 
 
 @_newton_schulz.register_fake
@@ -278,11 +282,11 @@ def declines(blocks: Tensor, *, coefficients: tuple[tuple[float, float, float], 
     """Return why the kernels cannot take these inputs, or None."""
     if dtype != torch.bfloat16:
         return f"the kernels multiply in bf16, and {str(dtype).removeprefix('torch.')} products were asked for"
+    if min(blocks.shape[1:]) > MAX_ROWS and not triton_large.fits(blocks):
+        return f"large blocks need sides that are multiples of 8, not {blocks.shape[1]} × {blocks.shape[2]}"
     return float_refusal(blocks)
 
 
 def call(blocks: Tensor, *, coefficients: tuple[tuple[float, float, float], ...], dtype: torch.dtype) -> Tensor:
     """See `tercet.ops.newton_schulz.newton_schulz`."""
-    if min(blocks.shape[1:]) > MAX_ROWS:
-        return reference.newton_schulz(blocks, coefficients=coefficients, dtype=dtype)
     return _newton_schulz(blocks, [value for step in coefficients for value in step])
