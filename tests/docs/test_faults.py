@@ -23,3 +23,6 @@ def test_every_row_is_there_once_and_has_a_test_or_a_reason() -> None:
     without = {number: cell for number, cell in rows if "tests/" not in cell}
     assert without.keys() == {"17", "23", "24", "26"}
     assert all(" on main" in cell for cell in without.values())
+    kernels = re.findall(r"^\| K(\d+) \|.*\| ([^|]+) \|$", PAGE, re.MULTILINE)
+    assert [int(number) for number, _ in kernels] == list(range(1, 19))
+    assert all("tests/" in cell for _, cell in kernels)
