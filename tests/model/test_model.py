@@ -192,8 +192,8 @@ class Recorder(Observer):
     def routing(self, layer, routing):
         self.calls.append(("routing", layer, routing.experts.clone()))
 
-    def attention(self, layer, q, k_nope, k_pe, scale, cu_seqlens, row_max):
-        self.calls.append(("attention", layer, scale))
+    def attention(self, layer, attended):
+        self.calls.append(("attention", layer, attended.scale))
 
     def mixing(self, layer, place, sources, norm_weight, query):
         self.calls.append(("mixing", layer, place, len(sources)))

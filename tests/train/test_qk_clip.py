@@ -7,6 +7,7 @@ import torch
 
 from tercet.config import OptimConfig
 from tercet.model import CausalLM, Context, Observer, build, to_compute_dtype
+from tercet.model.context import Attended
 from tercet.ops import mla_attention, use_tier
 from tercet.train.optimizer import Optimizer
 from tercet.train.qk_clip import QKClip
@@ -22,7 +23,8 @@ class Logits(Observer):
     def __init__(self) -> None:
         self.largest: dict[int, torch.Tensor] = {}
 
-    def attention(self, layer, q, k_nope, k_pe, scale, cu_seqlens, row_max):
+    def attention(self, layer, attended):
+        q, k_nope, k_pe, scale, cu_seqlens, _ = attended
         k = torch.cat([k_nope, k_pe[:, :, None].expand(-1, -1, k_nope.shape[2], -1)], dim=-1)
         bounds = cu_seqlens.tolist() if cu_seqlens is not None else None
         logits = scale * torch.einsum("bihd,bjhd->bhij", q.double(), k.double())
@@ -95,9 +97,10 @@ def test_maxima_that_attention_tells_equal_those_from_queries_and_keys(bounds, m
     told, found = QKClip(model.config, -100.0), QKClip(model.config, -100.0)  # every logit is above: all are exact
     for clip in (told, found):
         clip.begin_step()
-    found.attention(LAYER, q, kv[..., :16], k_pe, 0.3, cu_seqlens, None)
+    asked = Attended(q, kv[..., :16], k_pe, 0.3, cu_seqlens, None)
+    found.attention(LAYER, asked)
     monkeypatch.setattr("tercet.train.qk_clip.attention_logit_max", None)  # would fail if it were called
-    told.attention(LAYER, q, kv[..., :16], k_pe, 0.3, cu_seqlens, row_max)
+    told.attention(LAYER, asked._replace(row_max=row_max))
     torch.testing.assert_close(told.maxima[LAYER], found.maxima[LAYER])
 
 

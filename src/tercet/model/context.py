@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from tercet.model.state import LayerState
 from tercet.ops import Routing
 
 Place = Literal["attention", "mlp", "output"]
+
+
+class Attended(NamedTuple):
+    """What an MLA layer attends with."""
+
+    q: Float[Tensor, "batch tokens heads width"]
+    k_nope: Float[Tensor, "batch tokens heads content"]
+    """Keys of each head, without the part that all share."""
+    k_pe: Float[Tensor, "batch tokens shared"]
+    scale: float
+    cu_seqlens: Int[Tensor, "bounds"] | None
+    row_max: Float[Tensor, "heads tokens"] | None
+    """Largest logit of every query, scale included, where attention tells it."""
 
 
 class Observer:
@@ -23,19 +37,8 @@ class Observer:
     def routing(self, layer: int, routing: Routing) -> None:
         """Receive a router's decision for all tokens of the micro-batch."""
 
-    def attention(
-        self,
-        layer: int,
-        q: Tensor,
-        k_nope: Tensor,
-        k_pe: Tensor,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        row_max: Tensor | None,
-    ) -> None:
-        """Receive an MLA layer's queries ``[B, T, H, D + R]``, its keys ``[B, T, H, D]``, the part ``[B, T, R]`` of the
-        keys that all heads share and, where attention tells it, the largest logit of every query ``[H, B · T]``.
-        """
+    def attention(self, layer: int, attended: Attended) -> None:
+        """Receive what an MLA layer attends with."""
 
     def mixing(self, layer: int, place: Place, sources: Sequence[Tensor], norm_weight: Tensor, query: Tensor) -> None:
         """Receive the inputs of an Attention-Residuals mix."""

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from tercet.config import ModelConfig
-from tercet.model.context import Context
+from tercet.model.context import Attended, Context
 from tercet.model.layers import LATENT_NORM_EPS, RMSNorm, linear
 from tercet.model.state import MLAState
 from tercet.ops import mla_attention, project, sigmoid_gate
@@ -63,8 +63,8 @@ class MultiHeadLatentAttention(nn.Module):
         mla = self.mla
         kv = self.kv_b_proj(latent).view(*latent.shape[:2], mla.num_heads, mla.qk_nope_head_dim + mla.v_head_dim)
         o, row_max = mla_attention(q, kv, k_pe, scale=self.scale, cu_seqlens=context.cu_seqlens)
-        k_nope = kv[..., : mla.qk_nope_head_dim]
-        context.observer.attention(self.layer, q, k_nope, k_pe, self.scale, context.cu_seqlens, row_max)
+        attended = Attended(q, kv[..., : mla.qk_nope_head_dim], k_pe, self.scale, context.cu_seqlens, row_max)
+        context.observer.attention(self.layer, attended)
         return o
 
     def _cached(self, q: Tensor, rows: Tensor, state: MLAState, context: Context) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from tercet.model.context import Observer, Place
+from tercet.model.context import Attended, Observer, Place
 from tercet.ops import Routing
 
 
@@ -24,20 +24,11 @@ class Observers(Observer):
             for observer in self.observers:
                 observer.routing(layer, routing)
 
-    def attention(
-        self,
-        layer: int,
-        q: Tensor,
-        k_nope: Tensor,
-        k_pe: Tensor,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        row_max: Tensor | None,
-    ) -> None:
+    def attention(self, layer: int, attended: Attended) -> None:
         """See `Observer.attention`."""
         with self._lock:
             for observer in self.observers:
-                observer.attention(layer, q, k_nope, k_pe, scale, cu_seqlens, row_max)
+                observer.attention(layer, attended)
 
     def mixing(self, layer: int, place: Place, sources: Sequence[Tensor], norm_weight: Tensor, query: Tensor) -> None:
         """See `Observer.mixing`."""

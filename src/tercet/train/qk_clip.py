@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tercet.config import MLAConfig, ModelConfig
-from tercet.model.context import Observer
+from tercet.model.context import Attended, Observer
 from tercet.ops import attention_logit_max
 from tercet.train.optimizer import Optimizer
 
@@ -64,19 +64,11 @@ class QKClip(Observer):
         self._maxima = {}
         self._armed = True
 
-    def attention(
-        self,
-        layer: int,
-        q: Tensor,
-        k_nope: Tensor,
-        k_pe: Tensor,
-        scale: float,
-        cu_seqlens: Tensor | None,
-        row_max: Tensor | None,
-    ) -> None:
-        """Fold in the maxima of one forward pass of one layer; nothing is read from the device where *row_max* came."""
+    def attention(self, layer: int, attended: Attended) -> None:
+        """Fold in the maxima of one forward pass of one layer; with ``row_max`` nothing is read from the device."""
         if not self._armed:
             return
+        q, k_nope, k_pe, scale, cu_seqlens, row_max = attended
         if row_max is not None and row_max.numel():
             found = row_max.amax(1)
         else:
