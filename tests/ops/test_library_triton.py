@@ -15,6 +15,7 @@ from tercet.ops.glu import triton_ as glu
 from tercet.ops.newton_schulz import triton_ as newton_schulz
 from tercet.ops.norm import triton_ as norm
 from tercet.ops.project import gpu as project
+from tercet.ops.project import merge_gpu
 from tercet.ops.router import triton_ as router
 from tercet.ops.router import triton_choices, triton_needed
 from tercet.ops.router import triton_logits as router_logits
@@ -59,6 +60,7 @@ CASES = {
     "situ_glu": (glu._situ, lambda: (leaf(6), leaf(6), 4.0, 25.0)),
     "rms_norm": (norm._forward, lambda: (leaf(3, 8), leaf(3, 8), leaf(8), 1e-5)),
     "project": (project._forward, lambda: (leaf(3, 5), [leaf(4, 5), leaf(2, 5)])),
+    "merge": (merge_gpu._forward, lambda: ([leaf(3, 5), leaf(3, 2)], [leaf(4, 5), leaf(4, 2)])),
     "short_conv": (
         conv._forward,
         lambda: (leaf(5, 6), leaf(6, 1, 4), None, *conv._places((5,), torch.get_default_device())),

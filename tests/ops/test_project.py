@@ -1,4 +1,4 @@
-"""Several linear maps of the same rows: values, one shared input gradient, unused outputs."""
+"""Several linear maps of the same rows, and their counterpart: values, shared gradients, unused outputs."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from numerics import assert_same
 from tercet.errors import ShapeError, UnsupportedError
-from tercet.ops import project, use_tier
+from tercet.ops import merge, project, use_tier
 
 
 def formula(x, *weights):
@@ -37,3 +37,26 @@ def test_wrong_width_and_mixed_types():
         project(torch.zeros(2, 5), [torch.zeros(3, 4)])
     with use_tier("triton"), pytest.raises(UnsupportedError, match="weights"):
         project(torch.zeros(2, 5), [torch.zeros(3, 5).bfloat16()])
+
+
+@pytest.mark.parametrize("tier", ["reference", "triton"])
+@pytest.mark.parametrize("widths", [(3,), (4, 1, 6)])
+def test_merge(tier, widths):
+    inputs = [*(torch.randn(2, 3, n) for n in widths), *(torch.randn(5, n) for n in widths)]
+
+    def split(tensors):
+        return tensors[: len(widths)], tensors[len(widths) :]
+
+    def sums(*tensors):
+        return sum(torch.einsum("...i,oi->...o", x, w) for x, w in zip(*split(tensors)))
+
+    assert_same(lambda *tensors: merge(*split(tensors)), sums, inputs, 1e-6, tier)
+
+
+def test_merge_of_wrong_shapes_and_mixed_types():
+    x, w = torch.zeros(2, 5), torch.zeros(3, 5)
+    for rows, weights in (([x], [w[:, :4]]), ([x, x[:1]], [w, w]), ([x], [w, w]), ([], [])):
+        with pytest.raises(ShapeError, match="do not fit"):
+            merge(rows, weights)
+    with use_tier("triton"), pytest.raises(UnsupportedError, match="several types"):
+        merge([x, x.bfloat16()], [w, w.bfloat16()])

@@ -43,9 +43,10 @@ class MLP(nn.Module):
 
     def forward(self, x: Float[Tensor, "*lead hidden"]) -> Float[Tensor, "*lead hidden"]:
         """Apply the block."""
-        gate, up = project(x, [self.gate_proj.weight, self.up_proj.weight])
+        return self.down_proj(self.activate(*project(x, [self.gate_proj.weight, self.up_proj.weight])))
+
+    def activate(self, gate: Float[Tensor, "*lead inner"], up: Float[Tensor, "*lead inner"]) -> Tensor:
+        """Return what the way down reads."""
         if self.config.activation == "situ":
-            hidden = situ_glu(gate, up, beta=self.config.situ_beta, linear_beta=self.config.situ_linear_beta)
-        else:
-            hidden = swiglu(gate, up)
-        return self.down_proj(hidden)
+            return situ_glu(gate, up, beta=self.config.situ_beta, linear_beta=self.config.situ_linear_beta)
+        return swiglu(gate, up)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tercet.config import ModelConfig
 from tercet.model.context import Context
 from tercet.model.layers import MLP, RMSNorm, linear
-from tercet.ops import route, routed_experts, router_logits
+from tercet.ops import merge, project, route, routed_experts, router_logits
 
 
 class Router(nn.Module):
@@ -69,7 +69,7 @@ class LatentMoE(nn.Module):
             forced=context.forced_routing.get(self.layer) if context.forced_routing else None,
         )
         context.observer.routing(self.layer, routing)
-        z = rows if moe.latent_size is None else self.routed_expert_down_proj(rows)
+        z, *shared = self._read(rows)
         r = routed_experts(
             z,
             routing.weights,
@@ -83,7 +83,24 @@ class LatentMoE(nn.Module):
         )
         if moe.latent_norm:
             r = self.routed_expert_norm(r)
-        if moe.latent_size is not None:
-            r = self.routed_expert_up_proj(r)
-        y = r.view_as(x)
-        return y + self.shared_experts(x) if moe.num_shared_experts else y
+        return self._write(r, shared).view_as(x)
+
+    def _read(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Return what the routed experts read, then gate and up of the shared ones: maps of the same rows."""
+        maps = [] if self.moe.latent_size is None else [self.routed_expert_down_proj]
+        if self.moe.num_shared_experts:
+            maps += [self.shared_experts.gate_proj, self.shared_experts.up_proj]
+        mapped = project(rows, [linear.weight for linear in maps]) if maps else ()
+        return (rows, *mapped) if self.moe.latent_size is None else mapped
+
+    def _write(self, routed: Tensor, shared: list[Tensor]) -> Tensor:
+        """Return the sum over both kinds of experts at full width; *shared* is gate and up, or empty."""
+        latent = self.moe.latent_size is not None
+        rows, maps = ([routed], [self.routed_expert_up_proj]) if latent else ([], [])
+        if shared:
+            rows.append(self.shared_experts.activate(*shared))
+            maps.append(self.shared_experts.down_proj)
+        if not rows:
+            return routed
+        y = merge(rows, [linear.weight for linear in maps])
+        return y if latent else routed + y

@@ -20,7 +20,7 @@ from tercet.ops.kda import (
 )
 from tercet.ops.newton_schulz import newton_schulz
 from tercet.ops.norm import gated_rms_norm, l2_norm, rms_norm
-from tercet.ops.project import project
+from tercet.ops.project import merge, project
 from tercet.ops.registry import OPERATORS, Tier, use_tier
 from tercet.ops.router import Routing, route, router_logits
 from tercet.ops.router.counts import count_choices, count_needed
@@ -49,6 +49,7 @@ __all__ = [
     "kda_gate",
     "l2_norm",
     "linear_cross_entropy",
+    "merge",
     "mla_attention",
     "newton_schulz",
     "project",
