@@ -1,16 +1,19 @@
-"""One training step of a preset on a GPU: our kernels, the torch tier, and the torch tier around fla's KDA.
+"""One training step of a preset on a GPU: our kernels, the torch tier, and PyTorch around fla's KDA.
 
     python bench/train_step.py [base] [--set data.batch_sequences=16] [--steps 5] [--arms ours,fla,torch]
 
-The same model, loss, optimiser and random tokens in one process; only the operators differ.
+The same model, loss, optimiser and random tokens in one process; only the operators differ. Around fla's KDA run the
+torch tier and, for the routed experts, PyTorch's grouped products: what is there without kernels of one's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -18,19 +21,24 @@ from tercet.cli.common import add_configuration, configuration
 from tercet.ops.registry import OPERATORS, use_tier
 from tercet.train.timing import StepTiming, matmul_rate, measure_step
 
-ARMS = {"ours": "ours", "fla": "torch tier + fla's KDA", "torch": "torch tier"}
+sys.path.insert(0, str(Path(__file__).parent / "ops"))  # the peers of single operators
+from grouped import grouped_experts
+
+ARMS = {"ours": "ours", "fla": "fla's KDA, grouped_mm, torch tier", "torch": "torch tier"}
 
 
 @contextmanager
-def torch_everywhere(fused_kda: Callable | None) -> Iterator[None]:
-    """Force the torch tier, and *fused_kda* for KDA if given."""
-    operator = OPERATORS["fused_kda"]
-    kept, operator.torch_tier = operator.torch_tier, fused_kda or operator.torch_tier
+def torch_everywhere(**peers: Callable) -> Iterator[None]:
+    """Force the torch tier, and for the operators named the given functions."""
+    kept = {name: OPERATORS[name].torch_tier for name in peers}
+    for name, peer in peers.items():
+        OPERATORS[name].torch_tier = peer
     try:
         with use_tier("torch"):
             yield
     finally:
-        operator.torch_tier = kept
+        for name, tier in kept.items():
+            OPERATORS[name].torch_tier = tier
 
 
 def fla_kda(q, k, v, z, b, A_log, dt_bias, *, scale, lower_bound, state, cu_seqlens):
@@ -57,6 +65,11 @@ def fla_kda(q, k, v, z, b, A_log, dt_bias, *, scale, lower_bound, state, cu_seql
     )
 
 
+def grouped_situ(z, weights, experts, w1, w2, w3, **_):
+    """Run the experts with PyTorch's grouped products around eager SiTU."""
+    return grouped_experts(z, weights, experts, w1, w2, w3)
+
+
 def main() -> None:
     """Time the arms and print a table row and the phases of each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -73,15 +86,13 @@ def main() -> None:
     rate = matmul_rate(device)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, a large bf16 product: {rate / 1e12:.0f} TFLOP/s")
     print("| arm | tokens/s | ms a step | TFLOP/s | MFU of 989 | peak GiB |\n|---|---|---|---|---|---|")
-    scopes = {"ours": None, "fla": torch_everywhere(fla_kda), "torch": torch_everywhere(None)}
+    peers = {"fused_kda": fla_kda, "routed_experts": grouped_situ}
+    scopes = {"ours": nullcontext(), "fla": torch_everywhere(**peers), "torch": torch_everywhere()}
     for arm in chosen:
         name, scope = ARMS[arm], scopes[arm]
         try:
-            if scope is None:
+            with scope:
                 timing = measure_step(config, device, steps=args.steps)
-            else:
-                with scope:
-                    timing = measure_step(config, device, steps=args.steps)
         except (ImportError, torch.OutOfMemoryError) as error:
             print(f"| {name} | did not run: {type(error).__name__} | | | | |", flush=True)
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from grouped import eager_situ, grouped_experts
 from harness import Case, compare, gradients
 
 from tercet.ops import routed_experts, router_logits, situ_glu
@@ -35,20 +36,7 @@ def _cases(device: torch.device, name: str, count: int, latent: int, inner: int,
         return routed_experts(z, weights, experts, *matrices)
 
     def grouped(activation):
-        def peer(z, weights, w1, w2, w3):
-            order = experts.flatten().argsort(stable=True)
-            offs = torch.bincount(experts.flatten(), minlength=count).cumsum(0).int()
-            rows = z[order // k]
-            gate, up = (F.grouped_mm(rows, w.transpose(1, 2), offs=offs) for w in (w1, w3))
-            y = F.grouped_mm(activation(gate, up), w2.transpose(1, 2), offs=offs)
-            out = torch.zeros(z.shape, device=device)
-            return out.index_add(0, order // k, y.float() * weights.flatten()[order][:, None]).to(z.dtype)
-
-        return peer
-
-    def eager(gate, up):
-        g, u = gate.float(), up.float()
-        return (4 * torch.tanh(g / 4) * torch.sigmoid(g) * 25 * torch.tanh(u / 25)).to(gate.dtype)
+        return lambda z, weights, *w: grouped_experts(z, weights, experts, *w, activation=activation)
 
     def check():
         few = min(count, 9)
@@ -67,7 +55,7 @@ def _cases(device: torch.device, name: str, count: int, latent: int, inner: int,
         return compare(run, formula, tensors, {"out": 5e-3, "gradients": 5e-3})
 
     inputs = [z, weights, *matrices]
-    peers = {"grouped_mm + eager activation": grouped(eager), "grouped_mm + SiTU kernel": grouped(situ_glu)}
+    peers = {"grouped_mm + eager activation": grouped(eager_situ), "grouped_mm + SiTU kernel": grouped(situ_glu)}
     peers = peers if big else {}
     size = 2 * sum(m.numel() for m in matrices)
     flops = 2 * tokens * k * 3 * latent * inner
