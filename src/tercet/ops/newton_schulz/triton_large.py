@@ -21,8 +21,21 @@ from tercet.ops.gpu import fitted, operand_type
 
 _GROUP = 8
 """Row tiles taken together, so that a large block's column tiles are met again in the L2 cache."""
+_ROW = 1024
+"""Values of a row that one program normalises."""
 _SYMMETRIC = {"BLOCK": 128, "DEPTH": 64, "num_stages": 4, "num_warps": 8}
 _PRODUCT = {"BLOCK": 128, "COLUMNS": 256, "DEPTH": 64, "num_stages": 3, "num_warps": 8}
+
+
+@triton.jit
+def _normalise_kernel(x, norm, out, row_stride, column_stride, block_stride, rows, columns, BLOCK: tl.constexpr):
+    """``out = x / (norm + 1e-7)`` of one row of one block, divided in fp32 and rounded once."""
+    n, row = (tl.program_id(0) // rows).to(tl.int64), (tl.program_id(0) % rows).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    value = tl.load(x + n * block_stride + row * row_stride + column * column_stride, mask=inside, other=0.0)
+    value = value.to(tl.float32) / (tl.load(norm + n) + 1e-7)
+    tl.store(out + (n * rows + row) * columns + column, value.to(tl.bfloat16), mask=inside)
 
 
 @triton.jit
@@ -145,10 +158,11 @@ def fits(blocks: Tensor) -> bool:
 
 def iterate(blocks: Tensor, coefficients: tuple[tuple[float, float, float], ...]) -> Tensor:
     """Run all steps on blocks ``[N, R, C]``, R ≤ C, of any float type and strides; the result is bf16."""
-    norm = torch.linalg.vector_norm(blocks, dim=(1, 2), keepdim=True, dtype=torch.float32)
+    norm = torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=torch.float32)
     x = torch.empty(blocks.shape, dtype=torch.bfloat16, device=blocks.device)
-    torch.div(blocks, norm + 1e-7, out=x)
-    count, rows, _ = x.shape
+    count, rows, columns = x.shape
+    strides = blocks.stride(1), blocks.stride(2), blocks.stride(0)
+    _normalise_kernel[(count * rows, triton.cdiv(columns, _ROW))](blocks, norm, x, *strides, rows, columns, BLOCK=_ROW)
     gram, polynomial, other = x.new_empty(count, rows, rows), x.new_empty(count, rows, rows), torch.empty_like(x)
     for a, b, c in coefficients:
         _symmetric(x, gram)
