@@ -2,6 +2,7 @@
 ``triton_`` the GPU kernels; the folder's ``__init__`` checks shapes and holds the one public entry point.
 """
 
+from tercet.ops.accumulate import accumulate
 from tercet.ops.attention import attention_logit_max, mla_attention
 from tercet.ops.attn_res import attn_res, attn_res_bank, attn_res_merge, attn_res_norm, attn_res_weights
 from tercet.ops.conv import short_conv
@@ -30,6 +31,7 @@ __all__ = [
     "OPERATORS",
     "Routing",
     "Tier",
+    "accumulate",
     "attention_logit_max",
     "attn_res",
     "attn_res_bank",

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tercet.config import MuonConfig
-from tercet.ops import newton_schulz
+from tercet.ops import accumulate, newton_schulz
 from tercet.train.groups import View
 
 MAX_STACK_ELEMENTS = 1 << 26
@@ -141,7 +141,7 @@ def muon_step(
         position = 0
         for piece in stack.pieces:
             update = _as_piece(updates[position : position + piece.count], piece)
-            piece.of(weights[piece.parameter]).add_(update, alpha=-lr * size)
+            accumulate(piece.of(weights[piece.parameter]), update, scale=-lr * size)
             position += piece.count
         squares += (size * torch.linalg.vector_norm(updates, dtype=squares.dtype)) ** 2
         elements += updates.numel()

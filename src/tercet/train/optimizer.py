@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tercet.config import ModelConfig, OptimConfig
 from tercet.errors import CheckpointError, NumericsError
+from tercet.ops import accumulate
 from tercet.parallel import Ranks, assign_owners
 from tercet.train.groups import GROUPS, Assignment, Group, assign
 from tercet.train.muon import CPU_STACK_ELEMENTS, MAX_STACK_ELEMENTS, Stack, muon_step, plan_stacks
@@ -155,7 +156,7 @@ class Optimizer:
             if slot.gradient is None:
                 slot.gradient = gradient.to(_wide(gradient.dtype))
             else:
-                slot.gradient.add_(gradient)
+                accumulate(slot.gradient, gradient)
             slot.parameter.grad = None
 
     def zero_grad(self) -> None:
