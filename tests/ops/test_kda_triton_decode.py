@@ -17,9 +17,9 @@ HEADS, WIDTH = 2, 16
 PREFILL = 1e-5 if INTERPRETED else 5e-3  # compiled, prefill multiplies fp16 tiles
 
 
-@pytest.fixture(autouse=True, params=[16, 64], ids=["shared heads", "whole heads"])
-def _programs_a_head(request, monkeypatch):
-    monkeypatch.setattr(triton_decode, "_SHARED_FROM", request.param)
+@pytest.fixture(autouse=True, params=[4, WIDTH], ids=["tiles", "one tile"])
+def _tiles_of_a_head(request, monkeypatch):
+    monkeypatch.setattr(triton_decode, "_ROWS", request.param)
 
 
 def parameters():
@@ -65,15 +65,58 @@ def test_one_token(lower_bound):
     same(rows(3, 1), pools(5)[0], slots=slots, lower_bound=lower_bound, **parameters())
 
 
-def test_skipped_slots_touch_nothing():
+@pytest.mark.parametrize("window", [1, 2])
+def test_skipped_slots_touch_nothing(window, monkeypatch):
+    monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, float("nan")))
     record = pools(4)[0]
     record[0] = float("nan")
     slots = torch.tensor([-1, 0, 3], dtype=torch.int32)
-    o, after = run("triton", rows(3, 1), record, slots=slots, null_slot=0, **parameters())
+    o, after = run("triton", rows(3, window), record, slots=slots, null_slot=0, **parameters())
+    assert o.isfinite().all()
     assert torch.equal(o[:2], torch.zeros_like(o[:2]))
     assert torch.equal(after[1:3], record[1:3])
     assert after[0].isnan().all()
     assert not torch.equal(after[3], record[3])
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_bf16_state(window):
+    """A state pool in bf16 holds the rounded state and nothing is rounded before it is stored."""
+    state, tail = (x.contiguous() for x in pools(3)[1:])
+    inputs, slots = rows(2, window), torch.tensor([2, 0], dtype=torch.int32)
+    settings = {"slots": slots, "commits": torch.tensor([window, 1], dtype=torch.int32), **parameters()}
+    narrow, wide = state.bfloat16(), state.bfloat16().float()
+    with use_tier("triton"):
+        o = kda_decode(*inputs, state=narrow, conv_state=tail.clone(), **settings)
+    with use_tier("reference"):
+        expected = kda_decode(*inputs, state=wide, conv_state=tail.clone(), **settings)
+    assert relative_error(o, expected) < 1e-5
+    assert relative_error(narrow, wide) < 4e-3
+    assert torch.equal(narrow[1], state[1].bfloat16())
+
+
+def test_filters_in_bf16():
+    """Weights may come in the model's dtype; they are applied in fp32."""
+    settings, record = parameters(), pools(2)[0]
+    narrow = settings | {"conv_weights": tuple(w.bfloat16() for w in settings["conv_weights"])}
+    wide = settings | {"conv_weights": tuple(w.float() for w in narrow["conv_weights"])}
+    inputs, slots = rows(1, 1), torch.tensor([1], dtype=torch.int32)
+    ours, expected = (run("triton", inputs, record, slots=slots, **s) for s in (narrow, wide))
+    assert torch.equal(ours[0], expected[0])
+    assert torch.equal(ours[1], expected[1])
+
+
+def test_large_state_and_one_key():
+    """q = k = one direction and β → 1: the output is v, left over when a large state cancels."""
+    settings, record, inputs = parameters(), pools(1)[0], rows(1, 1)
+    record[..., : WIDTH * WIDTH] *= 1e3
+    record[..., WIDTH * WIDTH :] = 0
+    inputs[0], inputs[1], inputs[4] = inputs[1], inputs[1], torch.full_like(inputs[4], 20.0)
+    settings["conv_weights"] = (settings["conv_weights"][1],) * 2 + (settings["conv_weights"][2],)
+    slots = torch.tensor([0], dtype=torch.int32)
+    (o, after), (expected, final) = (run(t, inputs, record, slots=slots, **settings) for t in ("triton", "reference"))
+    assert relative_error(o, expected) < 2e-3
+    assert relative_error(after, final) < 1e-6
 
 
 def test_rows_do_not_see_each_other():

@@ -1,14 +1,15 @@
 """KDA decode in one launch a layer: short convolution, SiLU, L2 norm, gate, recurrence, output norm and output gate.
 
-A program owns `BV` value channels of one head of one request and keeps that part of the state ``[BV, K]`` in registers;
-the state is read once and written once (64 KiB a head each way in fp32), which is the cost, and everything else rides
-along. Two programs share a head: half a state leaves room for three programs on a multiprocessor, so that one loads
-while another computes. The one that finishes second takes both halves of the output through norm and gate and writes
-the rows of q and k that both have read. Which one that is changes nothing in the numbers.
+A program owns one head of one request. The state ``[V, K]`` is read once and written once (64 KiB a head each way in
+fp32), which is the cost, and everything else rides along: it passes through the program in tiles of `_ROWS` value
+channels that run ahead through shared memory, while registers hold only the tile in work. So six programs share a
+multiprocessor, some of which always load while others compute, and since a program sees the whole head it norms and
+gates the output by itself. (Two programs a head, each with half a state in registers, wait for each other at the end:
+a fence behind 32 KiB of stores, which cost a sixth of the time.)
 
 A window of more than one token serves speculative decoding: the state is written after the first `commit` tokens only,
 and the rest of the window continues from it on chip. That is replay: the next call feeds the accepted tokens again, and
-no per-token snapshot of the state ever exists.
+no per-token snapshot of the state ever exists. What a token needs besides the state is then made anew for every tile.
 
 Shapes: B requests, W tokens of window, H heads, D channels a head, S slots.
 """
@@ -25,13 +26,18 @@ from tercet.ops.kda.triton_gate import softplus_gate
 from tercet.ops.kda.triton_math import LOG2E, exp2, sigmoid
 
 WIDTHS = (16, 32, 64, 128)
-_SHARED_FROM = 64
-"""Head width from which two programs share a head."""
+_ROWS = 32
+"""Value channels of a tile of the state."""
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
 
 
 @triton.jit
 def _history(conv_state, at, stride_row):
-    """The three newest rows, oldest first."""
+    """The three newest rows of one projection, oldest first."""
     old0 = tl.load(conv_state + at).to(tl.float32)
     old1 = tl.load(conv_state + at + stride_row).to(tl.float32)
     return old0, old1, tl.load(conv_state + at + 2 * stride_row).to(tl.float32)
@@ -41,33 +47,58 @@ def _history(conv_state, at, stride_row):
 def _convolve(x, weight, at, channel, old, LOG2E: tl.constexpr):
     """Return SiLU of the filtered row, rounded to the input's dtype as a stored row would be, and the new history."""
     new = tl.load(x + at)
-    taps = weight + channel * 4
-    total = tl.load(taps) * old[0] + tl.load(taps + 1) * old[1] + tl.load(taps + 2) * old[2]
-    total += tl.load(taps + 3) * new.to(tl.float32)
+    taps = tl.load(weight + channel[:, None] * 4 + tl.arange(0, 4)[None, :]).to(tl.float32)
+    even, odd = tl.split(tl.reshape(taps, [channel.shape[0], 2, 2]))
+    oldest, third = tl.split(even)
+    second, newest = tl.split(odd)
+    total = oldest * old[0] + second * old[1] + third * old[2] + newest * new.to(tl.float32)
     return (total * sigmoid(total, LOG2E)).to(new.dtype).to(tl.float32), (old[1], old[2], new.to(tl.float32))
 
 
 @triton.jit
-def _keep_rows(conv_state, at, stride_row, history):
-    """Write the newest three rows of one projection."""
-    for age in tl.static_range(3):
-        tl.store(conv_state + at + age * stride_row, history[age].to(conv_state.dtype.element_ty))
+def _token(inputs, weights, at, logit, channel, histories, gates, scale, BOUNDED: tl.constexpr, LOG2E: tl.constexpr):
+    """What a token needs besides the state — ``s q, k, v, α, β, s q·k`` — and the histories after it."""
+    slope, bias, floor2 = gates
+    q_K, q_old = _convolve(inputs[0], weights[0], at, channel, histories[0], LOG2E)
+    k_K, k_old = _convolve(inputs[1], weights[1], at, channel, histories[1], LOG2E)
+    v_V, v_old = _convolve(inputs[2], weights[2], at, channel, histories[2], LOG2E)
+    q_square, k_square = tl.reduce((q_K * q_K, k_K * k_K), 0, _add_pairs)
+    q_K = q_K * (tl.rsqrt(q_square + 1e-6) * scale)
+    k_K = k_K * tl.rsqrt(k_square + 1e-6)
+    biased = tl.load(inputs[3] + at).to(tl.float32) + bias
+    if BOUNDED:
+        decay_K = exp2(floor2 * sigmoid(slope * biased, LOG2E))
+    else:
+        decay_K = exp2(softplus_gate(biased, slope, LOG2E))
+    beta = sigmoid(tl.load(inputs[4] + logit).to(tl.float32), LOG2E)
+    return (q_K, k_K, v_V, decay_K, beta, tl.sum(q_K * k_K, 0)), (q_old, k_old, v_old)
 
 
 @triton.jit
-def _keep_matrix(pointers, S_VK):
-    tl.store(pointers, S_VK.to(pointers.dtype.element_ty))
+def _step(S_VK, token, rows):
+    """The recurrence on *rows* of the state; returns them and the output.
 
-
-@triton.jit
-def _through_memory(pointers, x):
-    """Return *x* as loaded from *pointers*: computed once, instead of again by every thread that needs it elsewhere.
-
-    Left alone, the compiler repeats the convolution of v in the layout of the matrix: 16 rows a thread instead of one.
+    Both products are taken of the decayed state, in one reduction: ``o = S'q + (k·q) u``.
     """
-    tl.store(pointers, x.to(pointers.dtype.element_ty))
-    tl.debug_barrier()
-    return tl.load(pointers).to(tl.float32)
+    q_K, k_K, v_D, decay_K, beta, overlap = token
+    S_VK = S_VK * decay_K[None, :]
+    held_V, seen_V = tl.reduce((S_VK * k_K[None, :], S_VK * q_K[None, :]), 1, _add_pairs)
+    u_V = beta * (tl.gather(v_D, rows, 0) - held_V)
+    return S_VK + u_V[:, None] * k_K[None, :], seen_V + overlap * u_V
+
+
+@triton.jit
+def _keep_rows(conv_state, at, stride_row, stride_part, histories):
+    """Write the newest three rows of q, k and v."""
+    for part in tl.static_range(3):
+        for age in tl.static_range(3):
+            row = histories[part][age].to(conv_state.dtype.element_ty)
+            tl.store(conv_state + at + part * stride_part + age * stride_row, row)
+
+
+@triton.jit
+def _keep_tile(pointers, S_VK):
+    tl.store(pointers, S_VK.to(pointers.dtype.element_ty))
 
 
 @triton.jit
@@ -90,7 +121,6 @@ def decode_window(
     commits,
     copies,
     o,
-    arrivals,
     stride_slot,
     stride_head,
     stride_conv_slot,
@@ -105,86 +135,75 @@ def decode_window(
     D: tl.constexpr,
     BV: tl.constexpr,
     W: tl.constexpr,
+    STAGES: tl.constexpr,
     BOUNDED: tl.constexpr,
     HAS_COMMITS: tl.constexpr,
     HAS_COPIES: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
-    """Run the window of one (part of a head, request); see the module. Rows are contiguous ``[B, W, H, D]``."""
-    PARTS: tl.constexpr = D // BV
-    part, head = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS
-    request = tl.program_id(1).to(tl.int64)
+    """Run the window of one (head, request); see the module. Rows are contiguous ``[B, W, H, D]``."""
+    head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    lane = tl.arange(0, D)
+    channel = head * D + lane
+    row = request * (W * H * D) + channel
     slot = tl.load(slots + request).to(tl.int64)
     if slot < 0 or slot == null_slot:
+        for t in range(W):
+            tl.store(o + row + t * (H * D), tl.zeros([D], o.dtype.element_ty))
         return
-    lane, own = tl.arange(0, D), part * BV + tl.arange(0, BV)
-    channel = head * D + lane
-    matrix = tl.arange(0, BV)[:, None] * D + lane[None, :]
-    head_state = state + head * stride_head + part * (BV * D)
-    S_VK = tl.load(head_state + slot * stride_slot + matrix).to(tl.float32)
-    rows = head * stride_conv_head
-    at = slot * stride_conv_slot + rows
-    q_old = _history(conv_state, at + lane, stride_conv_row)
-    k_old = _history(conv_state, at + stride_conv_part + lane, stride_conv_row)
-    v_old = _history(conv_state, at + 2 * stride_conv_part + own, stride_conv_row)
-    slope = tl.exp(tl.load(A_log + head).to(tl.float32))
-    bias = tl.load(dt_bias + channel).to(tl.float32)
+    pool = state + head * stride_head
+    at = slot * stride_conv_slot + head * stride_conv_head + lane
+    q_old = _history(conv_state, at, stride_conv_row)
+    k_old = _history(conv_state, at + stride_conv_part, stride_conv_row)
+    v_old = _history(conv_state, at + 2 * stride_conv_part, stride_conv_row)
+    before = (q_old, k_old, v_old)
+    gates = (tl.exp(tl.load(A_log + head).to(tl.float32)), tl.load(dt_bias + channel).to(tl.float32), floor2)
     commit = tl.load(commits + request) if HAS_COMMITS else W
     copy = tl.load(copies + request).to(tl.int64) if HAS_COPIES else tl.full([], -1, tl.int64)
-    q_kept, k_kept = q_old, k_old
+    inputs, weights = (q, k, v, z, b), (q_weight, k_weight, v_weight)
+    logit = request * (W * H) + head
+    kept = before
+    if W == 1:
+        token, kept = _token(inputs, weights, row, logit, channel, before, gates, scale, BOUNDED, LOG2E)
 
-    for t in range(W):
-        row = (request * W + t) * (H * D) + head * D
-        q_K, q_old = _convolve(q, q_weight, row + lane, channel, q_old, LOG2E)
-        k_K, k_old = _convolve(k, k_weight, row + lane, channel, k_old, LOG2E)
-        v_V, v_old = _convolve(v, v_weight, row + own, head * D + own, v_old, LOG2E)
-        v_V = _through_memory(o + row + own, v_V)
-        q_K = q_K * (tl.rsqrt(tl.sum(q_K * q_K, 0) + 1e-6) * scale)
-        k_K = k_K * tl.rsqrt(tl.sum(k_K * k_K, 0) + 1e-6)
-        biased = tl.load(z + row + lane).to(tl.float32) + bias
-        if BOUNDED:
-            decay_K = exp2(floor2 * sigmoid(slope * biased, LOG2E))
-        else:
-            decay_K = exp2(softplus_gate(biased, slope, LOG2E))
-        beta = sigmoid(tl.load(b + (request * W + t) * H + head).to(tl.float32), LOG2E)
-        S_VK = S_VK * decay_K[None, :]
-        u_V = beta * (v_V - tl.sum(S_VK * k_K[None, :], 1))
-        S_VK += u_V[:, None] * k_K[None, :]
-        if t + 1 == commit:
-            q_kept, k_kept = q_old, k_old
-            _keep_matrix(head_state + slot * stride_slot + matrix, S_VK)
-            _keep_rows(conv_state, at + 2 * stride_conv_part + own, stride_conv_row, v_old)
-            if copy >= 0:
-                _keep_matrix(head_state + copy * stride_slot + matrix, S_VK)
-                to = copy * stride_conv_slot + rows + 2 * stride_conv_part + own
-                _keep_rows(conv_state, to, stride_conv_row, v_old)
-        o_V = tl.sum(S_VK * q_K[None, :], 1)
-        tl.debug_barrier()
-        tl.store(o + row + own, o_V.to(o.dtype.element_ty))
-
-    tl.debug_barrier()
-    earlier = tl.atomic_add(arrivals + request * H + head, 1, sem="acq_rel") if PARTS > 1 else 0
-    if earlier == PARTS - 1:
-        tl.debug_barrier()
-        norm = tl.load(norm_weight + lane).to(tl.float32)
+    value = tl.arange(0, BV)
+    matrix = value[:, None] * D + lane[None, :]
+    for first in tl.range(0, D, BV, num_stages=STAGES):
+        S_VK = tl.load(pool + slot * stride_slot + first * D + matrix).to(tl.float32)
+        if W > 1:
+            past = before
         for t in range(W):
-            row = (request * W + t) * (H * D) + head * D
-            o_D = tl.load(o + row + lane, cache_modifier=".cg").to(tl.float32)
-            o_D = o_D * tl.rsqrt(tl.sum(o_D * o_D, 0) / D + epsilon) * norm
-            o_D = o_D * sigmoid(tl.load(gate + row + lane).to(tl.float32), LOG2E)
-            tl.store(o + row + lane, o_D.to(o.dtype.element_ty))
-        if commit > 0:
-            _keep_rows(conv_state, at + lane, stride_conv_row, q_kept)
-            _keep_rows(conv_state, at + stride_conv_part + lane, stride_conv_row, k_kept)
-            if copy >= 0:
-                to = copy * stride_conv_slot + rows + lane
-                _keep_rows(conv_state, to, stride_conv_row, q_kept)
-                _keep_rows(conv_state, to + stride_conv_part, stride_conv_row, k_kept)
+            if W > 1:
+                token, past = _token(
+                    inputs, weights, row + t * (H * D), logit + t * H, channel, past, gates, scale, BOUNDED, LOG2E
+                )
+            S_VK, o_V = _step(S_VK, token, first + value)
+            if t + 1 == commit:
+                _keep_tile(pool + slot * stride_slot + first * D + matrix, S_VK)
+                if copy >= 0:
+                    _keep_tile(pool + copy * stride_slot + first * D + matrix, S_VK)
+                if W > 1:
+                    kept = past
+            tl.store(o + request * (W * H * D) + (t * H + head) * D + first + value, o_V.to(o.dtype.element_ty))
+
+    norm = tl.load(norm_weight + lane).to(tl.float32)
+    tl.debug_barrier()
+    for t in range(W):
+        o_D = tl.load(o + row + t * (H * D)).to(tl.float32)
+        o_D = o_D * tl.rsqrt(tl.sum(o_D * o_D, 0) / D + epsilon) * norm
+        o_D = o_D * sigmoid(tl.load(gate + row + t * (H * D)).to(tl.float32), LOG2E)
+        tl.debug_barrier()
+        tl.store(o + row + t * (H * D), o_D.to(o.dtype.element_ty))
+    if commit > 0:
+        _keep_rows(conv_state, at, stride_conv_row, stride_conv_part, kept)
+        if copy >= 0:
+            to = copy * stride_conv_slot + head * stride_conv_head + lane
+            _keep_rows(conv_state, to, stride_conv_row, stride_conv_part, kept)
 
 
-DECODE = {"num_warps": 4, "maxnreg": 168}
-"""So many registers that three programs of half a head fit a multiprocessor; measured best on an H200. Eight warps are
-slower, and quarters of a head gain nothing over halves."""
+DECODE = {"STAGES": 3, "num_warps": 4, "maxnreg": 128}
+"""Two tiles of 16 KiB under way in each of the four programs that 128 registers a thread let onto a multiprocessor;
+deeper pipelines are no faster on an H200. Without the limit two programs of a longer window would fit."""
 
 
 def declines(
@@ -225,20 +244,16 @@ def call(
     """See `tercet.ops.kda.kda_decode`."""
     B, W, H, D = q.shape
     rows = [x.contiguous() for x in (q, k, v, z, b, gate)]
-    weights = [w.float().contiguous() for w in conv_weights]
-    size = rows[2].numel() * rows[2].element_size()
-    zeros = torch.zeros(size + 4 * B * H, dtype=torch.uint8, device=q.device)
-    o, arrivals = zeros[:size].view(v.dtype).view(v.shape), zeros[size:].view(torch.int32)
+    weights = [w.contiguous() for w in conv_weights]
+    o = torch.empty_like(rows[2])
     if not o.numel():
         return o
-    block = D // 2 if D >= _SHARED_FROM else D
-    decode_window[(H * (D // block), B)](
-        *(*rows, *weights, A_log, dt_bias.contiguous(), norm_weight, state, conv_state, slots, commits, copies),
-        *(o, arrivals, *state.stride()[:2], *conv_state.stride()[:4]),
-        *(scale, (lower_bound or 0.0) * LOG2E, eps, null_slot),
+    decode_window[(H, B)](
+        *(*rows, *weights, A_log, dt_bias.contiguous(), norm_weight, state, conv_state, slots, commits, copies, o),
+        *(*state.stride()[:2], *conv_state.stride()[:4], scale, (lower_bound or 0.0) * LOG2E, eps, null_slot),
         H=H,
         D=D,
-        BV=block,
+        BV=min(D, _ROWS),
         W=W,
         BOUNDED=lower_bound is not None,
         LOG2E=LOG2E,
