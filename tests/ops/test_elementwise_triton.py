@@ -34,6 +34,17 @@ def test_situ_at_extremes():
     assert all(g.isfinite().all() for g in grads)
 
 
+def test_situ_keeps_nan():
+    """A saturating minimum must not turn NaN into a number."""
+    gate, up = torch.tensor([torch.nan, 1.0, 1.0]), torch.tensor([1.0, torch.nan, 1.0])
+    gate, up = gate.requires_grad_(), up.requires_grad_()
+    with use_tier("triton"):
+        y = situ_glu(gate, up)
+        grads = torch.autograd.grad(y.sum(), [gate, up])
+    for x in (y, *grads):
+        assert x.isnan().tolist() == [True, True, False]
+
+
 @pytest.mark.parametrize("shape", [(5, 3, 20), (1, 33)])
 def test_norms(shape):
     def norm(x, weight):

@@ -13,51 +13,59 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.gpu import dense, float_refusal, operator
+from tercet.ops.kda.triton_math import exp2, reciprocal
 
-_BLOCK = 2048
+_BLOCK, _WARPS = 1024, 4
+_NAN = tl.constexpr(tl.PropagateNan.ALL)
+"""A minimum that hands NaN on; the plain one would hide it."""
 
 
 @triton.jit
 def _tanh(x):
-    """Return numerator and denominator of tanh(x), to a few fp32 ulps; near 0 a series, as the numerator cancels."""
-    e = tl.exp2(-2.8853900817779268 * tl.abs(x))
+    """Return numerator and denominator of tanh(x), to a few fp32 ulps; near 0 a series, as the numerator cancels.
+
+    Beyond 2^28 the ratio is 1 in fp32, and products of denominators stay finite.
+    """
+    e = exp2(tl.minimum(2.8853900817779268 * x, 28.0, propagate_nan=_NAN))
     x2 = x * x
-    series = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0 - x2 * (17.0 / 315.0))))
-    far = tl.where(x < 0.0, e - 1.0, 1.0 - e)
-    return tl.where(tl.abs(x) < 0.1, series * (1.0 + e), far), 1.0 + e
+    series = x * (1.0 + x2 * (-1.0 / 3.0 + x2 * (2.0 / 15.0)))
+    under = e + 1.0
+    return tl.where(tl.abs(x) < 0.1, series * under, e - 1.0), under
 
 
 @triton.jit
 def _sigmoid(x):
     """Return numerator and denominator of the logistic function, without overflow on either side."""
-    e = tl.exp2(-1.4426950408889634 * tl.abs(x))
+    e = exp2(-1.4426950408889634 * tl.abs(x))
     return tl.where(x < 0.0, e, 1.0), 1.0 + e
 
 
 @triton.jit
 def sigmoid(x):
-    """Logistic function, without overflow on either side."""
-    e = tl.exp(-tl.abs(x))
-    return tl.where(x < 0.0, e, 1.0) / (1.0 + e)
+    """Logistic function; exactly 0 and 1 in the limits."""
+    over, under = _sigmoid(x)
+    return over * reciprocal(under)
 
 
 @triton.jit
 def situ(gate, up, beta, linear_beta):
-    """``β₁ tanh(g/β₁) σ(g) · β₂ tanh(u/β₂)``; one division, for divisions are what the fp32 units are short of."""
+    """``β₁ tanh(g/β₁) σ(g) · β₂ tanh(u/β₂)``; one reciprocal for all three denominators."""
     tanh_g, under_g = _tanh(gate * (1.0 / beta))
     tanh_u, under_u = _tanh(up * (1.0 / linear_beta))
     sigma, under = _sigmoid(gate)
-    return beta * linear_beta * tanh_g * tanh_u * sigma * (1.0 / (under_g * under_u * under))
+    return beta * linear_beta * tanh_g * tanh_u * sigma * reciprocal(under_g * under_u * under)
 
 
 @triton.jit
 def situ_pulled(gate, up, beta, linear_beta):
-    """Return SiTU and its two partial derivatives; denominators lie in [1, 2], so one division serves all three."""
+    """Return SiTU and its two partial derivatives, from one reciprocal as well."""
     t_g, under_g = _tanh(gate * (1.0 / beta))
     t_u, under_u = _tanh(up * (1.0 / linear_beta))
     s, under = _sigmoid(gate)
-    once = 1.0 / (under_g * under_u * under)
-    t_g, t_u, s = t_g * under_u * under * once, t_u * under_g * under * once, s * under_g * under_u * once
+    once = reciprocal(under_g * under_u * under)
+    s *= under_g * under_u * once
+    once *= under
+    t_g, t_u = t_g * under_u * once, t_u * under_g * once
     left, right = beta * t_g * s, linear_beta * t_u
     by_gate = ((1.0 - t_g * t_g) * s + left * (1.0 - s)) * right
     return left * right, by_gate, left * (1.0 - t_u * t_u)
@@ -98,7 +106,7 @@ def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
     out = torch.empty_like(gate)
     if gate.numel():
         _forward_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](
-            gate, up, out, gate.numel(), beta, linear_beta, BLOCK=_BLOCK, num_warps=8
+            gate, up, out, gate.numel(), beta, linear_beta, BLOCK=_BLOCK, num_warps=_WARPS
         )
     return out
 
@@ -117,7 +125,7 @@ def _situ_backward(grad: Tensor, gate: Tensor, up: Tensor, beta: float, linear_b
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
         _backward_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](
-            grad, gate, up, d_gate, d_up, gate.numel(), beta, linear_beta, BLOCK=_BLOCK, num_warps=8
+            grad, gate, up, d_gate, d_up, gate.numel(), beta, linear_beta, BLOCK=_BLOCK, num_warps=_WARPS
         )
     return d_gate, d_up
 
