@@ -7,11 +7,15 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+
 from numerics import assert_same, outputs_and_gradients, relative_error
 from tercet.errors import UnsupportedError
 from tercet.ops import mla_attention, use_tier
 from tercet.ops.attention import triton_
 from tercet.ops.attention.triton_ import Launch, Launches
+from tercet.ops.attention.triton_forward import locate
 from tercet.ops.gpu import INTERPRETED
 
 SMALL = Launches(Launch(16, 16, 4, 1), Launch(16, 16, 4, 1), Launch(16, 16, 4, 1))
@@ -62,9 +66,18 @@ def test_formula(lengths, launches):
     assert_same(attention(lengths), formula(lengths, 0.3), inputs(sum(lengths)), 2e-6, "triton")
 
 
-@pytest.mark.parametrize(("D", "R", "V"), [(32, 16, 16), (64, 0, 64), (16, 64, 128), (128, 64, 128)])
+@pytest.mark.parametrize(("D", "R", "V"), [(32, 0, 16), (16, 32, 64)])
 def test_widths(D, R, V):
+    """Values narrower and wider than keys, with and without a shared part. fp32 kernels compile slowly: few, narrow."""
     assert_same(attention((9, 20)), formula((9, 20), 0.3), inputs(29, D, R, V), 2e-6, "triton")
+
+
+def test_widths_of_the_model():
+    """128 + 64 and 128 wide in fp16, with the launches of the device the tests run on."""
+    tensors, lengths = inputs(29, 128, 64, 128, dtype=torch.float16), (9, 20)
+    actual = outputs_and_gradients(attention(lengths, 0.1), tensors, "triton")
+    expected = outputs_and_gradients(formula(lengths, 0.1), [x.double() for x in tensors])
+    assert all(relative_error(x, reference) < 1e-3 for x, reference in zip(actual, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -98,6 +111,31 @@ def test_strided_views_need_no_copy_and_other_strides_work(launches):
         assert triton_._rows(wide[..., 32:]).data_ptr() == wide[..., 32:].data_ptr()
     assert_same(lambda q, kv, wide: run(q, kv, wide[..., 32:]), lambda q, kv, wide: formula(lengths, 0.3)(
         q, kv, wide[..., 32:]), [q, kv, wide], 2e-6, "triton")  # fmt: skip
+
+
+@triton.jit
+def places_kernel(tiles, places, H):
+    start, _, _, head, tile, count = locate(tiles, H)
+    at = places + tl.program_id(0) * 4
+    tl.store(at, start)
+    tl.store(at + 1, head)
+    tl.store(at + 2, tile)
+    tl.store(at + 3, count)
+
+
+def test_every_tile_of_every_head_has_one_program():
+    """Sequences so long that 1, 5 and all of 7 heads are a group; first tiles of a group's heads come first."""
+    lengths, H, size = (9000, 30000, 0, 5), 7, 512
+    tiles = triton_._tiles(lengths, size, torch.empty(0).device)
+    places = torch.zeros(len(tiles) * H, 4, dtype=torch.int32)
+    places_kernel[(len(places),)](tiles, places, H)
+    expected = []
+    for start, length, group in ((9000, 30000, 1), (0, 9000, 5), (39000, 5, 7)):
+        count = -(-length // size)
+        for base in range(0, H, group):
+            heads = range(base, min(base + group, H))
+            expected += [(start, head, tile, count) for tile in range(count) for head in heads]
+    assert [tuple(place) for place in places.tolist()] == expected
 
 
 def test_rows_of_a_batch_are_sequences(launches):

@@ -64,10 +64,10 @@ def _causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, lengths: tu
 
 
 def _sdpa(q_NLHD: Tensor, k_NLHD: Tensor, v_NLHV: Tensor, scale: float) -> Tensor:
-    """Attend within rows; v is widened to q's width where the fused kernels want equal widths."""
+    """Attend within rows; v is widened to q's width on the CPU, whose fused kernel wants equal widths."""
     width = v_NLHV.shape[-1]
     missing = q_NLHD.shape[-1] - width
-    if missing > 0:
+    if missing > 0 and v_NLHV.device.type == "cpu":
         v_NLHV = F.pad(v_NLHV, (0, missing))
     q, k, v = (x.transpose(1, 2) for x in (q_NLHD, k_NLHD, v_NLHV))
     o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)

@@ -59,7 +59,8 @@ def _launches(dtype: torch.dtype, device: torch.device) -> Launches:
 
 @lru_cache(maxsize=64)
 def _tiles(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
-    """Return ``[tiles, 5]`` int32: first token, length, first tile, tile count and first slot of the tile's sequence.
+    """Return ``[tiles, 6]`` int32 about the tile's sequence: first token, length, first tile, tiles, first slot, and
+    pairs of tiles (of queries and keys, past or present) of the sequences in front of it.
 
     Long sequences come first, so that the programs that start last are short.
     """
@@ -70,7 +71,9 @@ def _tiles(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     length, start, slot = length[order], start[order], slot[order]
     count = (length + size - 1) // size
     first = count.cumsum(0) - count
-    table = torch.stack([start, length, first, count, slot], dim=1).repeat_interleave(count, dim=0)
+    pairs = count * (count + 1) // 2
+    table = torch.stack([start, length, first, count, slot, pairs.cumsum(0) - pairs], dim=1)
+    table = table.repeat_interleave(count, dim=0)
     return table.to(device=device, dtype=torch.int32)
 
 
