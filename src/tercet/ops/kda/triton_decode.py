@@ -9,7 +9,8 @@ a fence behind 32 KiB of stores, which cost a sixth of the time.)
 
 A window of more than one token serves speculative decoding: the state is written after the first `commit` tokens only,
 and the rest of the window continues from it on chip. That is replay: the next call feeds the accepted tokens again, and
-no per-token snapshot of the state ever exists. What a token needs besides the state is then made anew for every tile.
+no per-token snapshot of the state ever exists. What the tokens bring besides the state is computed once, ahead of the
+tiles, and kept in memory (2.5 KiB a token and head, read back from the cache).
 
 Shapes: B requests, W tokens of window, H heads, D channels a head, S slots.
 """
@@ -75,15 +76,30 @@ def _token(inputs, weights, at, logit, channel, histories, gates, scale, BOUNDED
 
 
 @triton.jit
-def _step(S_VK, token, rows):
-    """The recurrence on *rows* of the state; returns them and the output.
+def _put_token(at, token, lane, D: tl.constexpr):
+    """Leave a token of a window in memory for all tiles."""
+    for i in tl.static_range(4):
+        tl.store(at + i * D + lane, token[i])
+    tl.store(at + 4 * D, token[4])
+    tl.store(at + 4 * D + 1, token[5])
+
+
+@triton.jit
+def _get_token(at, lane, D: tl.constexpr):
+    q_K, k_K, v_V = tl.load(at + lane), tl.load(at + D + lane), tl.load(at + 2 * D + lane)
+    return q_K, k_K, v_V, tl.load(at + 3 * D + lane), tl.load(at + 4 * D), tl.load(at + 4 * D + 1)
+
+
+@triton.jit
+def _step(S_VK, token, v_V):
+    """The recurrence on some rows of the state and of v; returns those rows and the output.
 
     Both products are taken of the decayed state, in one reduction: ``o = S'q + (k·q) u``.
     """
-    q_K, k_K, v_D, decay_K, beta, overlap = token
+    q_K, k_K, _, decay_K, beta, overlap = token
     S_VK = S_VK * decay_K[None, :]
     held_V, seen_V = tl.reduce((S_VK * k_K[None, :], S_VK * q_K[None, :]), 1, _add_pairs)
-    u_V = beta * (tl.gather(v_D, rows, 0) - held_V)
+    u_V = beta * (v_V - held_V)
     return S_VK + u_V[:, None] * k_K[None, :], seen_V + overlap * u_V
 
 
@@ -121,6 +137,7 @@ def decode_window(
     commits,
     copies,
     o,
+    tokens,
     stride_slot,
     stride_head,
     stride_conv_slot,
@@ -165,25 +182,34 @@ def decode_window(
     kept = before
     if W == 1:
         token, kept = _token(inputs, weights, row, logit, channel, before, gates, scale, BOUNDED, LOG2E)
+    else:
+        tokens += (request * H + head) * (W * 5 * D)
+        past = before
+        for t in range(W):
+            shift = t * (H * D)
+            token, past = _token(
+                inputs, weights, row + shift, logit + t * H, channel, past, gates, scale, BOUNDED, LOG2E
+            )
+            _put_token(tokens + t * (5 * D), token, lane, D)
+            if t + 1 == commit:
+                kept = past
+        tl.debug_barrier()
 
     value = tl.arange(0, BV)
     matrix = value[:, None] * D + lane[None, :]
     for first in tl.range(0, D, BV, num_stages=STAGES):
         S_VK = tl.load(pool + slot * stride_slot + first * D + matrix).to(tl.float32)
-        if W > 1:
-            past = before
         for t in range(W):
-            if W > 1:
-                token, past = _token(
-                    inputs, weights, row + t * (H * D), logit + t * H, channel, past, gates, scale, BOUNDED, LOG2E
-                )
-            S_VK, o_V = _step(S_VK, token, first + value)
+            if W == 1:
+                v_V = tl.gather(token[2], first + value, 0)
+            else:
+                token = _get_token(tokens + t * (5 * D), lane, D)
+                v_V = tl.load(tokens + t * (5 * D) + 2 * D + first + value)
+            S_VK, o_V = _step(S_VK, token, v_V)
             if t + 1 == commit:
                 _keep_tile(pool + slot * stride_slot + first * D + matrix, S_VK)
                 if copy >= 0:
                     _keep_tile(pool + copy * stride_slot + first * D + matrix, S_VK)
-                if W > 1:
-                    kept = past
             tl.store(o + request * (W * H * D) + (t * H + head) * D + first + value, o_V.to(o.dtype.element_ty))
 
     norm = tl.load(norm_weight + lane).to(tl.float32)
@@ -248,8 +274,22 @@ def call(
     o = torch.empty_like(rows[2])
     if not o.numel():
         return o
+    tokens = torch.empty(B, H, W, 5, D, dtype=torch.float32, device=q.device) if W > 1 else None
     decode_window[(H, B)](
-        *(*rows, *weights, A_log, dt_bias.contiguous(), norm_weight, state, conv_state, slots, commits, copies, o),
+        *(
+            *rows,
+            *weights,
+            A_log,
+            dt_bias.contiguous(),
+            norm_weight,
+            state,
+            conv_state,
+            slots,
+            commits,
+            copies,
+            o,
+            tokens,
+        ),
         *(*state.stride()[:2], *conv_state.stride()[:4], scale, (lower_bound or 0.0) * LOG2E, eps, null_slot),
         H=H,
         D=D,
