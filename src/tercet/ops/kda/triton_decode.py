@@ -2,7 +2,7 @@
 
 A program owns one head of one request. The state ``[V, K]`` is read once and written once (64 KiB a head each way in
 fp32), which is the cost, and everything else rides along: it passes through the program in tiles of `_ROWS` value
-channels that run ahead through shared memory, while registers hold only the tile in work. So six programs share a
+channels that run ahead through shared memory, while registers hold only the tile in work. So four programs share a
 multiprocessor, some of which always load while others compute, and since a program sees the whole head it norms and
 gates the output by itself. (Two programs a head, each with half a state in registers, wait for each other at the end:
 a fence behind 32 KiB of stores, which cost a sixth of the time.)
