@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from numerics import assert_same
+from numerics import assert_same, relative_error
 from tercet.ops import routed_experts, use_tier
-from tercet.ops.experts import reference, triton_
+from tercet.ops.experts import gluon_weights, reference, triton_
 from tercet.ops.experts.triton_plan import plan_rows, tile_rows
 
 
@@ -87,6 +87,29 @@ def test_tiles_cover_every_row_once(counts):
         covered += range(first, min(first + 128, int(ends[expert])))
         assert first >= int(ends[expert]) - counts[expert]
     assert covered == list(range(int(ends[-1])))
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize(("m", "n"), [(256, 128), (136, 1160), (520, 264)])
+def test_weight_gradients_on_hopper(m, n):
+    """Experts without rows, with fewer than a step, a panel's worth and more; NaN stays with its expert."""
+    counts = [0, 1, 64, 0, 65, 192, 193, 400, 0]
+    ends = torch.tensor(counts, device="cuda").cumsum(0).int()
+    left, right = (torch.randn(sum(counts), width, device="cuda").bfloat16() for width in (m, n))
+    left[int(ends[4]) + 1] = torch.nan
+    got = gluon_weights.weight_gradient(ends, left, right)
+    first = 0
+    for e, count in enumerate(counts):
+        rows = slice(first, first + count)
+        first += count
+        if e == 5:
+            assert got[e].isnan().all()
+        else:
+            exact = left[rows].double().t() @ right[rows].double()
+            assert relative_error(got[e], exact) < 3e-3 if count else (got[e] == 0).all()
+    assert torch.equal(got.nan_to_num(), gluon_weights.weight_gradient(ends, left, right).nan_to_num())
 
 
 def test_declines_mixed_types():

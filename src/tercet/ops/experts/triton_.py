@@ -1,4 +1,4 @@
-"""Routed experts on the GPU: sort, gather, two products forward, two back, two for the weights; no synchronisation.
+"""Routed experts on the GPU: sort, spread, two products forward, two back, two for the weights; no synchronisation.
 
 Saved for the backward pass: the tokens, the plan and the two pre-activations of every row. Expert outputs are not:
 with ``A = w2ᵀ dy``, the gradient of a combination weight is ``A·h`` (kernels.md §11). Rows of different experts never
@@ -19,15 +19,19 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tercet.ops.experts import gluon_weights
 from tercet.ops.experts.triton_plan import TileTable, plan_rows, tile_rows
 from tercet.ops.experts.triton_products import gate_up_kernel, rows_kernel, weight_gradient_kernel
-from tercet.ops.experts.triton_rows import combine_kernel, gather_kernel, pull_kernel
+from tercet.ops.experts.triton_rows import combine_kernel, pull_kernel, spread_kernel
 from tercet.ops.glu import Activation
 from tercet.ops.gpu import INTERPRETED, dense, float_refusal, operand_type, operator
 
-_GROUP = 8
-_GATHERED = 4
-"""Rows a program gathers."""
+_GROUP = 4
+"""Row tiles that meet the weights together."""
+_SPREAD = 2
+"""Tokens a program spreads."""
+_MANY_ROWS = 512
+"""Rows an expert in the mean from which PyTorch's grouped product forms the weights' gradients as fast as any."""
 
 
 @dataclass(frozen=True)
@@ -57,33 +61,29 @@ def _height(rows: int, experts: int, dtype: torch.dtype) -> int:
     return min(height, 64) if dtype == torch.float32 else height
 
 
-def _row_tile(
-    height: int, depth: int, dtype: torch.dtype, *, sums: int = 1, operands: int = 1, few_rows: bool = False
-) -> Tile:
+def _row_tile(height: int, depth: int, dtype: torch.dtype, *, sums: int = 1, few_rows: bool = False) -> Tile:
     """Choose a tile for products over rows.
 
-    On an H200: 64 experts of 512 × 512 take 128 × 64 × 64 for both input projections (0.591 ms against 0.633 of wide
-    tiles). 112 experts of 3584 × 3072 with 146 rows each take wide tiles, and half-height last ones, 1.684 against
-    1.762 ms and 0.838 against 0.873 for the way out; the two products of the way back are slower with those. A
-    persistent schedule wins 2 to 9 % of single products, 1 % of the operator, and is left out.
+    On an H200: 64 experts of 512 × 512 take 128 × 64 × 64 for both input projections. 112 experts of 3584 × 3072 with
+    146 rows each take wide tiles, as reading operands from the L2 cache is what bounds them, and half-height last ones.
+    A persistent schedule wins 2 to 9 % of single products, 1 % of the operator, and is left out.
 
     Args:
         height: rows of the tile.
         depth: values summed over: few are soon summed, and then two programs a multiprocessor hide each other's ends.
         dtype: type of rows and weights.
         sums: sums a value of the tile.
-        operands: pairs of operands a step of the sum.
         few_rows: last tiles of experts are a good part of all.
     """
     if INTERPRETED:
-        return Tile(16, 16, 16, 1, 1, halved=operands == 1)
+        return Tile(16, 16, 16, 1, 1, halved=True)
     if dtype == torch.float32:
         return Tile(height, 64, 32, 4, 2)
     if height < 128:
-        return Tile(height, 128, 64 // operands, 4, 4)
+        return Tile(height, 128, 64, 4, 4)
     if depth < 1024:
-        return Tile(128, 128 // sums, 64 // operands, 4, 3)
-    return Tile(128, 256 // sums, 64 // operands, 8, 4, halved=few_rows and operands == 1)
+        return Tile(128, 128 // sums, 64, 4, 3)
+    return Tile(128, 256 // sums, 64, 8, 4, halved=few_rows)
 
 
 def _weight_tile(dtype: torch.dtype) -> Tile:
@@ -155,7 +155,7 @@ def _multiply(work: _Work, pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtyp
     (a, w), (a2, w2) = pairs[0], pairs[-1]
     depth, columns = (w.shape[1], w.shape[2]) if transposed else (w.shape[2], w.shape[1])
     out = torch.empty(len(a), columns, dtype=dtype, device=a.device)
-    tile = _row_tile(work.height, depth, a.dtype, operands=len(pairs), few_rows=work.few_rows)
+    tile = _row_tile(work.height, depth, a.dtype, few_rows=work.few_rows)
     work.run(
         rows_kernel,
         [a, w, a2, w2],
@@ -175,11 +175,13 @@ def _multiply(work: _Work, pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtyp
 def _weight_gradient(ends: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Per expert ``leftᵀ right`` over its rows; zeros for an expert without rows.
 
-    In bf16 on a GPU this is PyTorch's grouped product: on an H200, 112 experts of 3072 × 3584 take 1.34 ms (the kernel
-    here 1.41; fed by the copy engine 1.29, worth 1.5 % of the operator), 64 of 512 × 512 take 0.166 (0.269, gathering).
+    In bf16 on a GPU with many rows an expert this is PyTorch's grouped product: on an H200, 64 of 512 × 512 take 0.166
+    ms. With few rows an expert Hopper has a kernel of its own: 112 of 3072 × 3584 take 0.96 against 1.16 ms.
     """
     m, n, count = left.shape[1], right.shape[1], len(ends)
     if left.is_cuda and left.dtype == torch.bfloat16 and m % 8 == n % 8 == 0:
+        if len(left) < _MANY_ROWS * count and torch.cuda.get_device_capability(left.device)[0] == 9:
+            return gluon_weights.weight_gradient(ends, left, right)
         return F.grouped_mm(left.t(), right, offs=ends)
     tile = _weight_tile(left.dtype)
     out = torch.empty(count, m, n, dtype=left.dtype, device=left.device)
@@ -189,13 +191,13 @@ def _weight_gradient(ends: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return out
 
 
-def _gather(tokens: Tensor, choice: Tensor, chosen: int) -> Tensor:
+def _spread(tokens: Tensor, slot: Tensor) -> Tensor:
     """Return every row's token."""
-    rows, width = len(choice), tokens.shape[1]
-    out = torch.empty(rows, width, dtype=tokens.dtype, device=tokens.device)
+    (count, chosen), width = slot.shape, tokens.shape[1]
+    out = torch.empty(slot.numel(), width, dtype=tokens.dtype, device=tokens.device)
     block = min(512, triton.next_power_of_2(width))
-    gather_kernel[(triton.cdiv(rows, _GATHERED), triton.cdiv(width, block))](
-        tokens, choice, out, rows, chosen, WIDTH=width, ROWS=_GATHERED, BLOCK=block
+    spread_kernel[(triton.cdiv(count, _SPREAD), triton.cdiv(width, block))](
+        tokens, slot, out, count, WIDTH=width, CHOSEN=chosen, TOKENS=_SPREAD, BLOCK=block, num_warps=2
     )
     return out
 
@@ -237,7 +239,7 @@ def _forward(
     z, weights, w1, w2, w3 = map(dense, (z, weights, w1, w2, w3))
     count, inner, latent = w1.shape
     plan = plan_rows(experts, count)
-    rows, chosen = len(plan.choice), experts.shape[1]
+    rows = len(plan.choice)
     gate = torch.empty(rows, inner, dtype=z.dtype, device=z.device)
     up, hidden = torch.empty_like(gate), torch.empty_like(gate)
     if rows == 0:
@@ -245,7 +247,7 @@ def _forward(
     work = _Work.cut(plan.ends, rows, z.dtype)
     work.run(
         gate_up_kernel,
-        [_gather(z, plan.choice, chosen), w1, w3],
+        [_spread(z, plan.slot), w1, w3],
         [gate, up, hidden],
         beta,
         linear_beta,
@@ -293,12 +295,12 @@ def _backward(
     linear_beta: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     d_out, z, weights, w1, w2, w3 = map(dense, (d_out, z, weights, w1, w2, w3))
-    inner, rows, chosen = w1.shape[1], len(choice), slot.shape[1]
+    inner, rows = w1.shape[1], len(choice)
     if rows == 0:
         zeros = (torch.zeros_like(w1), torch.zeros_like(w2), torch.zeros_like(w3))
         return torch.empty_like(z), torch.empty_like(weights), *zeros
     work = _Work.cut(ends, rows, z.dtype)
-    rows_d_out = _gather(d_out, choice, chosen)
+    rows_d_out = _spread(d_out, slot)
     d_gate = _multiply(work, [(rows_d_out, w2)], z.dtype, transposed=True)
     weighted, d_up, d_weights = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(weights)
     block = min(1024, triton.next_power_of_2(inner))
@@ -320,7 +322,7 @@ def _backward(
         num_warps=max(1, block // 256),
     )
     d_w2 = _weight_gradient(ends, rows_d_out, weighted)
-    rows_z = _gather(z, choice, chosen)
+    rows_z = _spread(z, slot)
     d_w1, d_w3 = _weight_gradient(ends, d_gate, rows_z), _weight_gradient(ends, d_up, rows_z)
     d_rows = _multiply(work, [(d_gate, w1), (d_up, w3)], torch.float32, transposed=True)
     return _combine(d_rows, slot, None, z.dtype), d_weights, d_w1, d_w2, d_w3

@@ -80,6 +80,31 @@ def _right(
 
 
 @triton.jit
+def _add_product(
+    total,
+    a,
+    w,
+    expert,
+    first,
+    inside,
+    n,
+    DEPTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BULK: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """Add a tile of rows times weights; *inside* are the rows, clamped to those that exist."""
+    for k in range(0, DEPTH, BK):
+        left = _left(a, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
+        right = _right(w, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
+        total = tl.dot(left, right, total, input_precision="tf32x3")
+    return total
+
+
+@triton.jit
 def _rows_tile(
     a,
     w,
@@ -101,16 +126,11 @@ def _rows_tile(
     OPERAND: tl.constexpr,
 ):
     row = first + tl.arange(0, BM)
-    inside = tl.minimum(row, end - 1).to(tl.int64)
+    at = tl.minimum(row, end - 1).to(tl.int64)
     total = tl.zeros([BM, BN], tl.float32)
-    for k in range(0, DEPTH, BK):
-        left = _left(a, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
-        right = _right(w, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
-        total = tl.dot(left, right, total, input_precision="tf32x3")
-        if TWO:
-            left = _left(a2, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
-            right = _right(w2, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
-            total = tl.dot(left, right, total, input_precision="tf32x3")
+    total = _add_product(total, a, w, expert, first, at, n, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK, OPERAND)
+    if TWO:
+        total = _add_product(total, a2, w2, expert, first, at, n, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK, OPERAND)
     column = n * BN + tl.arange(0, BN)
     mask = (row < end)[:, None] & (column < COLUMNS)[None, :]
     to = out + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
@@ -143,7 +163,7 @@ def rows_kernel(
     BULK: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
-    """Multiply every row by its expert's weight (and, with TWO, add a second such product)."""
+    """Multiply every row by its expert's weight and, with TWO, add a second such product."""
     columns: tl.constexpr = (COLUMNS + BN - 1) // BN
     half: tl.constexpr = BM // 2
     tiles = tl.load(used)
@@ -220,7 +240,7 @@ def _gate_up_tile(
     tl.store(gate + to, saved_g, mask=mask)
     tl.store(up + to, saved_u, mask=mask)
     g, u = saved_g.to(tl.float32), saved_u.to(tl.float32)
-    h = situ(g, u, beta, linear_beta) if SITU else g * sigmoid(g) * u
+    h = situ(g, u, beta, linear_beta, element == tl.bfloat16) if SITU else g * sigmoid(g) * u
     tl.store(hidden + to, h.to(element), mask=mask)
 
 

@@ -1,4 +1,4 @@
-"""The passes over rows between the grouped products: gather, pull back through the activation, combine.
+"""The passes over rows between the grouped products: spread, pull back through the activation, combine.
 
 Shapes: T tokens, k choices, R = T·k rows, I inner width.
 """
@@ -12,14 +12,17 @@ from tercet.ops.glu.triton_ import silu_pulled, situ_pulled
 
 
 @triton.jit
-def gather_kernel(tokens, choice, out, rows, chosen, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """``out[r] = tokens[choice[r] // chosen]``."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+def spread_kernel(
+    tokens, slot, out, count, WIDTH: tl.constexpr, CHOSEN: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """``out[slot[t, j]] = tokens[t]``: a token is read once, however many experts it goes to."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = (tl.load(choice + row, mask=row < rows, other=0) // chosen).to(tl.int64)
-    mask = (row < rows)[:, None] & (column < WIDTH)[None, :]
-    value = tl.load(tokens + token[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
-    tl.store(out + row.to(tl.int64)[:, None] * WIDTH + column[None, :], value, mask=mask)
+    mask = (token < count)[:, None] & (column < WIDTH)[None, :]
+    value = tl.load(tokens + token.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+    for j in range(CHOSEN):
+        row = tl.load(slot + token * CHOSEN + j, mask=token < count, other=0).to(tl.int64)
+        tl.store(out + row[:, None] * WIDTH + column[None, :], value, mask=mask)
 
 
 @triton.jit
@@ -57,7 +60,7 @@ def pull_kernel(
         g = tl.load(gate + to, mask=inside, other=0.0).to(tl.float32)
         u = tl.load(up + to, mask=inside, other=0.0).to(tl.float32)
         if SITU:
-            h, by_gate, by_up = situ_pulled(g, u, beta, linear_beta)
+            h, by_gate, by_up = situ_pulled(g, u, beta, linear_beta, element == tl.bfloat16)
         else:
             h, by_gate, by_up = silu_pulled(g, u)
         total += a * h
