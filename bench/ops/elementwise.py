@@ -1,4 +1,4 @@
-"""SiTU, RMSNorm, gated RMSNorm and the short convolution at the widths of K3."""
+"""SiTU, RMSNorm, gated RMSNorm and the short convolution at the widths of K3 and of the `base` preset."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ LIMITS = {"out": 5e-3, "gradients": 5e-3}
 
 def cases(device: torch.device) -> list[Case]:
     """Return forward and forward + backward of each, against the torch tier."""
-    big = device.type == "cuda"
-    tokens = 8192 if big else 16
+    if device.type != "cuda":
+        return _cases(device, 16, 64, 32, 2)
+    return _cases(device, 8192, 33_792, 7168, 96) + _cases(device, 32_768, 1024, 512, 8)
+
+
+def _cases(device: torch.device, tokens: int, inner: int, hidden: int, heads: int) -> list[Case]:
 
     def rows(*shape):
         return torch.randn(*shape, device=device).bfloat16()
@@ -32,19 +36,24 @@ def cases(device: torch.device) -> list[Case]:
         padded = F.pad(x, (0, 0, weight.shape[2] - 1, 0)).transpose(1, 2)
         return F.silu(F.conv1d(padded, weight, groups=x.shape[2])).transpose(1, 2)
 
-    inner, hidden, heads = (33_792, 7168, 96) if big else (64, 32, 2)
     width = heads * 128
     table = {
-        f"SiTU, {inner}": (situ_glu, situ, [rows(tokens, inner), rows(tokens, inner)], 3, 5),
-        f"RMSNorm, {hidden}": (lambda x, w: rms_norm(x, w, eps=1e-5), norm, [rows(tokens, hidden), rows(hidden)], 2, 3),
-        f"gated RMSNorm, {heads} × 128": (
+        f"SiTU, {tokens} × {inner}": (situ_glu, situ, [rows(tokens, inner), rows(tokens, inner)], 3, 5),
+        f"RMSNorm, {tokens} × {hidden}": (
+            lambda x, w: rms_norm(x, w, eps=1e-5),
+            norm,
+            [rows(tokens, hidden), rows(hidden)],
+            2,
+            3,
+        ),
+        f"gated RMSNorm, {tokens} × {heads} × 128": (
             lambda x, g, w: gated_rms_norm(x, g, w, eps=1e-5),
             lambda x, g, w: norm(x, w) * g.sigmoid(),
             [rows(tokens, heads, 128), rows(tokens, heads, 128), rows(128)],
             3,
             5,
         ),
-        f"short convolution, {width}": (
+        f"short convolution, {tokens} × {width}": (
             conv,
             causal,
             [rows(1, tokens, width), torch.randn(width, 1, 4, device=device)],

@@ -76,9 +76,8 @@ def rounded(x):
 @pytest.mark.parametrize("carried", [False, True])
 @pytest.mark.parametrize(("lengths", "taps"), [((20,), 4), ((5, 0, 1, 2, 12), 4), ((1, 1, 7), 2)])
 def test_short_conv(carried, lengths, taps, monkeypatch):
-    monkeypatch.setattr(triton_, "_SPAN", 4)
-    monkeypatch.setattr(triton_, "_SEGMENTS", 2)
-    monkeypatch.setattr(triton_, "_CHANNELS", 4)
+    monkeypatch.setattr(triton_, "_FORWARD", (4, 4, 1))
+    monkeypatch.setattr(triton_, "_BACKWARD", (8, 4, 1))
     state = torch.randn(len(lengths), taps - 1, 6) if carried else None
     bounds = torch.tensor([0, *lengths]).cumsum(0)
 
@@ -94,7 +93,8 @@ def test_short_conv(carried, lengths, taps, monkeypatch):
 
 @pytest.mark.parametrize("lengths", [(5, 5, 5), (4, 6, 5)])
 def test_short_conv_keeps_nan_in_its_sequence(lengths, monkeypatch):
-    monkeypatch.setattr(triton_, "_SPAN", 4)
+    monkeypatch.setattr(triton_, "_FORWARD", (4, 4, 1))
+    monkeypatch.setattr(triton_, "_BACKWARD", (4, 4, 1))
     x, weight = torch.randn(1, 15, 4), torch.randn(4, 1, 4)
     start, end = lengths[0], lengths[0] + lengths[1]
     x[:, start:end] = torch.nan

@@ -1,13 +1,13 @@
 """The short convolution on the GPU: a program walks along time and keeps the last rows in registers.
 
-A program owns `SEGMENTS` stretches of `SPAN` tokens and a block of channels. Step by step it takes one row of every
-stretch, so each input is read once; the three rows before it, and backward the gradients of the three rows before it,
-travel in registers, and the next four rows are on their way while four are worked on. A tap of lag a counts when the
-token is at least the a-th of its sequence (earlier rows come from the carried state or are zero); the same condition
-says which rows a pre-activation's gradient reaches. Nothing but the inputs is saved. The filters' gradient is summed in
-a fixed order: a program's tokens, then the programs.
+A program owns a stretch of `SPAN` tokens and a block of channels. Each input row is read once; the three
+rows before it, and backward the growing gradients of the three rows before it, travel in registers, and the next four
+rows are on their way while four are worked on. Where all four are at least the fourth token of their sequence, no tap
+is cut; else a tap of lag a counts when the token is at least the a-th (earlier rows come from the carried state or are
+zero), and the same condition says which rows a pre-activation's gradient reaches. Nothing but the inputs is saved. The
+filters' gradient is summed in a fixed order: a program's tokens, then the programs.
 
-Shapes: T flat tokens, N sequences, C channels, J taps; S stretches a program.
+Shapes: T flat tokens, N sequences, C channels, J taps.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from torch import Tensor
 from tercet.ops.glu.triton_ import sigmoid
 from tercet.ops.gpu import dense, float_refusal, operator
 from tercet.ops.packing import positions
+from tercet.ops.triton_sums import row_sum
 
 MAX_TAPS = 4
-_SEGMENTS, _SPAN, _CHANNELS, _WARPS = 2, 64, 256, 4
-"""Measured best on an H200 for 1024 and for 12,288 channels."""
+_FORWARD, _BACKWARD = (64, 256, 2), (128, 256, 1)
+"""Tokens and channels of a program, and its warps; measured best on an H200 for 1024 and for 12,288 channels."""
 
 
 @lru_cache(maxsize=64)
@@ -38,58 +39,125 @@ def _places(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
 
 
 @triton.jit
-def _filter(weight, channel, LAG: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr):
-    """Load the weight of one lag for every channel; a lag that the filter does not have weighs nothing."""
-    at = weight + channel * TAPS + (TAPS - 1 - LAG)
-    return tl.load(at, mask=(channel < C) & (LAG < TAPS), other=0.0).to(tl.float32)[None, :]
+def _filters(weight, channel, C: tl.constexpr, TAPS: tl.constexpr):
+    """Load every channel's weights by lag; a lag that the filter does not have weighs nothing.
+
+    Four taps a thread at once: a load for each lag would fetch 128 bytes a lane for four of them.
+    """
+    lag = 3 - tl.arange(0, 4)[None, :]
+    at = weight + channel[:, None] * TAPS + (TAPS - 1) - lag
+    taps = tl.load(at, mask=(channel < C)[:, None] & (lag < TAPS), other=0.0).to(tl.float32)
+    return (
+        tl.sum(tl.where(lag == 0, taps, 0.0), 1),
+        tl.sum(tl.where(lag == 1, taps, 0.0), 1),
+        tl.sum(tl.where(lag == 2, taps, 0.0), 1),
+        tl.sum(tl.where(lag == 3, taps, 0.0), 1),
+    )
 
 
 @triton.jit
-def _rows(x, token, channel, C: tl.constexpr, tokens):
-    """Load one row of every stretch; zero outside of the tokens."""
-    mask = ((token >= 0) & (token < tokens))[:, None] & (channel < C)[None, :]
-    return tl.load(x + token.to(tl.int64)[:, None] * C + channel[None, :], mask=mask, other=0.0)
+def _row(x, token, channel, C: tl.constexpr, tokens):
+    """Load one row; zero outside of the tokens."""
+    return tl.load(
+        x + token.to(tl.int64) * C + channel, mask=(channel < C) & (token >= 0) & (token < tokens), other=0.0
+    )
 
 
 @triton.jit
 def _four(x, token, channel, C: tl.constexpr, tokens):
     return (
-        _rows(x, token, channel, C, tokens),
-        _rows(x, token + 1, channel, C, tokens),
-        _rows(x, token + 2, channel, C, tokens),
-        _rows(x, token + 3, channel, C, tokens),
+        _row(x, token, channel, C, tokens),
+        _row(x, token + 1, channel, C, tokens),
+        _row(x, token + 2, channel, C, tokens),
+        _row(x, token + 3, channel, C, tokens),
     )
 
 
 @triton.jit
 def _before(x, token, channel, C: tl.constexpr, tokens):
-    """Load the three rows before every stretch, newest first."""
+    """Load the three rows before *token*, newest first."""
     return (
-        _rows(x, token - 1, channel, C, tokens).to(tl.float32),
-        _rows(x, token - 2, channel, C, tokens).to(tl.float32),
-        _rows(x, token - 3, channel, C, tokens).to(tl.float32),
+        _row(x, token - 1, channel, C, tokens).to(tl.float32),
+        _row(x, token - 2, channel, C, tokens).to(tl.float32),
+        _row(x, token - 3, channel, C, tokens).to(tl.float32),
     )
 
 
 @triton.jit
+def _four_positions(positions, token, tokens):
+    return (
+        tl.load(positions + token, mask=token < tokens, other=0),
+        tl.load(positions + token + 1, mask=token + 1 < tokens, other=0),
+        tl.load(positions + token + 2, mask=token + 2 < tokens, other=0),
+        tl.load(positions + token + 3, mask=token + 3 < tokens, other=0),
+    )
+
+
+@triton.jit
+def _uncut(places):
+    """Whether four tokens have three more of their sequence before each of them."""
+    return tl.minimum(tl.minimum(places[0], places[1]), tl.minimum(places[2], places[3])) >= 3
+
+
+@triton.jit
 def _tap(
-    row,
-    state,
-    position,
-    sequence,
-    channel,
-    LAG: tl.constexpr,
-    C: tl.constexpr,
-    TAPS: tl.constexpr,
-    CARRIED: tl.constexpr,
+    row, state, place, sequence, channel, LAG: tl.constexpr, C: tl.constexpr, TAPS: tl.constexpr, CARRIED: tl.constexpr
 ):
     """Return the row of a lag as the token sees it: its own sequence's, the carried state's, or zero."""
     past = 0.0
     if CARRIED and LAG < TAPS:
-        at = (sequence.to(tl.int64) * (TAPS - 1) + position - LAG + (TAPS - 1))[:, None] * C + channel[None, :]
-        mask = (position < LAG)[:, None] & (channel < C)[None, :]
-        past = tl.load(state + at, mask=mask, other=0.0).to(tl.float32)
-    return tl.where((position >= LAG)[:, None], row, past)
+        at = (sequence.to(tl.int64) * (TAPS - 1) + place - LAG + (TAPS - 1)) * C + channel
+        past = tl.load(state + at, mask=(channel < C) & (place < LAG), other=0.0).to(tl.float32)
+    return tl.where(place >= LAG, row, past)
+
+
+@triton.jit
+def _seen(
+    last, state, place, sequences, token, tokens, channel, C: tl.constexpr, TAPS: tl.constexpr, CARRIED: tl.constexpr
+):
+    """Return the three rows before a token as it sees them."""
+    sequence = place
+    if CARRIED:
+        sequence = tl.load(sequences + token, mask=token < tokens, other=0)
+    return (
+        _tap(last[0], state, place, sequence, channel, 1, C, TAPS, CARRIED),
+        _tap(last[1], state, place, sequence, channel, 2, C, TAPS, CARRIED),
+        _tap(last[2], state, place, sequence, channel, 3, C, TAPS, CARRIED),
+    )
+
+
+@triton.jit
+def _filtered(w, x0, seen):
+    return w[0] * x0 + w[1] * seen[0] + w[2] * seen[1] + w[3] * seen[2]
+
+
+@triton.jit
+def _forward_four(
+    out,
+    rows,
+    places,
+    last,
+    w,
+    state,
+    sequences,
+    first,
+    tokens,
+    channel,
+    C: tl.constexpr,
+    TAPS: tl.constexpr,
+    CARRIED: tl.constexpr,
+    CUT: tl.constexpr,
+):
+    """Write four rows; return the three rows before the next one."""
+    for i in tl.static_range(4):
+        token, x0, seen = first + i, rows[i].to(tl.float32), last
+        if CUT:
+            seen = _seen(last, state, places[i], sequences, token, tokens, channel, C, TAPS, CARRIED)
+        total = _filtered(w, x0, seen)
+        y = (total * sigmoid(total)).to(out.dtype.element_ty)
+        tl.store(out + token.to(tl.int64) * C + channel, y, mask=(channel < C) & (token < tokens))
+        last = (x0, last[0], last[1])
+    return last
 
 
 @triton.jit
@@ -104,31 +172,65 @@ def _forward_kernel(
     C: tl.constexpr,
     TAPS: tl.constexpr,
     CARRIED: tl.constexpr,
-    SEGMENTS: tl.constexpr,
     SPAN: tl.constexpr,
     BC: tl.constexpr,
 ):
-    first = (tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)) * SPAN
+    first = tl.program_id(0) * SPAN
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    w0, w1 = _filter(weight, channel, 0, C, TAPS), _filter(weight, channel, 1, C, TAPS)
-    w2, w3 = _filter(weight, channel, 2, C, TAPS), _filter(weight, channel, 3, C, TAPS)
-    x1, x2, x3 = _before(x, first, channel, C, tokens)
-    coming = _four(x, first, channel, C, tokens)
+    coming, coming_places = _four(x, first, channel, C, tokens), _four_positions(positions, first, tokens)
+    last, w = _before(x, first, channel, C, tokens), _filters(weight, channel, C, TAPS)
     for start in range(0, SPAN, 4):
-        rows = coming
-        coming = _four(x, first + start + 4, channel, C, tokens)
-        for i in tl.static_range(4):
-            token = first + start + i
-            position = tl.load(positions + token, mask=token < tokens, other=0)
-            sequence = tl.load(sequences + token, mask=token < tokens, other=0) if CARRIED else position
-            x0 = rows[i].to(tl.float32)
-            total = w0 * x0 + w1 * _tap(x1, state, position, sequence, channel, 1, C, TAPS, CARRIED)
-            total += w2 * _tap(x2, state, position, sequence, channel, 2, C, TAPS, CARRIED)
-            total += w3 * _tap(x3, state, position, sequence, channel, 3, C, TAPS, CARRIED)
-            mask = (token < tokens)[:, None] & (channel < C)[None, :]
-            to = token.to(tl.int64)[:, None] * C + channel[None, :]
-            tl.store(out + to, (total * sigmoid(total)).to(out.dtype.element_ty), mask=mask)
-            x3, x2, x1 = x2, x1, x0
+        rows, places, token = coming, coming_places, first + start
+        coming, coming_places = _four(x, token + 4, channel, C, tokens), _four_positions(positions, token + 4, tokens)
+        common = (out, rows, places, last, w, state, sequences, token, tokens, channel)
+        if _uncut(places):
+            last = _forward_four(*common, C, TAPS, CARRIED, False)
+        else:
+            last = _forward_four(*common, C, TAPS, CARRIED, True)
+
+
+@triton.jit
+def _backward_four(
+    d_x,
+    rows,
+    grads,
+    places,
+    last,
+    growing,
+    sums,
+    w,
+    state,
+    sequences,
+    token,
+    first,
+    end,
+    tokens,
+    channel,
+    C: tl.constexpr,
+    TAPS: tl.constexpr,
+    CARRIED: tl.constexpr,
+    CUT: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    """Take four rows: finish the gradients of the three before each, and with OWN add to the filters'."""
+    for i in tl.static_range(4):
+        x0, seen, place = rows[i].to(tl.float32), last, places[i]
+        if CUT:
+            seen = _seen(last, state, place, sequences, token + i, tokens, channel, C, TAPS, CARRIED)
+        total = _filtered(w, x0, seen)
+        s = sigmoid(total)
+        d = grads[i].to(tl.float32) * (s + total * (s - s * s))
+        if OWN:
+            sums = (sums[0] + d * x0, sums[1] + d * seen[0], sums[2] + d * seen[1], sums[3] + d * seen[2])
+        d1, d2, d3 = w[1] * d, w[2] * d, w[3] * d
+        if CUT:
+            d1, d2, d3 = tl.where(place >= 1, d1, 0.0), tl.where(place >= 2, d2, 0.0), tl.where(place >= 3, d3, 0.0)
+        back = token + i - 3
+        done = (growing[2] + d3).to(d_x.dtype.element_ty)
+        tl.store(d_x + back.to(tl.int64) * C + channel, done, mask=(channel < C) & (back >= first) & (back < end))
+        growing = (w[0] * d, growing[0] + d1, growing[1] + d2)
+        last = (x0, last[0], last[1])
+    return last, growing, sums
 
 
 @triton.jit
@@ -145,61 +247,54 @@ def _backward_kernel(
     C: tl.constexpr,
     TAPS: tl.constexpr,
     CARRIED: tl.constexpr,
-    SEGMENTS: tl.constexpr,
     SPAN: tl.constexpr,
     BC: tl.constexpr,
 ):
-    first = (tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)) * SPAN
+    first = tl.program_id(0) * SPAN
+    end = tl.minimum(first + SPAN, tokens)
     channel = tl.program_id(1) * BC + tl.arange(0, BC)
-    w0, w1 = _filter(weight, channel, 0, C, TAPS), _filter(weight, channel, 1, C, TAPS)
-    w2, w3 = _filter(weight, channel, 2, C, TAPS), _filter(weight, channel, 3, C, TAPS)
-    x1, x2, x3 = _before(x, first, channel, C, tokens)
-    d1, d2, d3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)  # growing gradients of the last three rows
-    s0, s1, s2, s3 = tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1), tl.zeros_like(x1)  # of the filters
     coming, coming_d = _four(x, first, channel, C, tokens), _four(grad, first, channel, C, tokens)
-    for start in range(0, SPAN + 4, 4):  # beyond the stretch for what its last three rows get from behind
-        rows, grads = coming, coming_d
-        coming = _four(x, first + start + 4, channel, C, tokens)
-        coming_d = _four(grad, first + start + 4, channel, C, tokens)
-        for i in tl.static_range(4):
-            token = first + start + i
-            position = tl.load(positions + token, mask=token < tokens, other=0)
-            sequence = tl.load(sequences + token, mask=token < tokens, other=0) if CARRIED else position
-            x0 = rows[i].to(tl.float32)
-            r1 = _tap(x1, state, position, sequence, channel, 1, C, TAPS, CARRIED)
-            r2 = _tap(x2, state, position, sequence, channel, 2, C, TAPS, CARRIED)
-            r3 = _tap(x3, state, position, sequence, channel, 3, C, TAPS, CARRIED)
-            total = w0 * x0 + w1 * r1
-            total += w2 * r2
-            total += w3 * r3
-            s = sigmoid(total)
-            d = grads[i].to(tl.float32) * (s * (1.0 + total * (1.0 - s)))
-            own = tl.where(start < SPAN, d, 0.0)
-            s0 += own * x0
-            s1 += own * r1
-            s2 += own * r2
-            s3 += own * r3
-            lag = position[:, None]
-            done = d3 + tl.where(lag >= 3, w3 * d, 0.0)
-            back = token - 3
-            mask = (back >= first) & (back < first + SPAN) & (back < tokens)
-            to = back.to(tl.int64)[:, None] * C + channel[None, :]
-            tl.store(d_x + to, done.to(d_x.dtype.element_ty), mask=mask[:, None] & (channel < C)[None, :])
-            d3 = d2 + tl.where(lag >= 2, w2 * d, 0.0)
-            d2 = d1 + tl.where(lag >= 1, w1 * d, 0.0)
-            d1 = w0 * d
-            x3, x2, x1 = x2, x1, x0
-    to = partial + tl.program_id(0).to(tl.int64) * 4 * C + channel
-    tl.store(to, tl.sum(s0, 0), mask=channel < C)
-    tl.store(to + C, tl.sum(s1, 0), mask=channel < C)
-    tl.store(to + 2 * C, tl.sum(s2, 0), mask=channel < C)
-    tl.store(to + 3 * C, tl.sum(s3, 0), mask=channel < C)
+    coming_places = _four_positions(positions, first, tokens)
+    last, w = _before(x, first, channel, C, tokens), _filters(weight, channel, C, TAPS)
+    zero = tl.zeros([BC], tl.float32)
+    growing, sums = (zero, zero, zero), (zero, zero, zero, zero)
+    for start in range(0, SPAN, 4):
+        rows, grads, places, token = coming, coming_d, coming_places, first + start
+        coming, coming_d = _four(x, token + 4, channel, C, tokens), _four(grad, token + 4, channel, C, tokens)
+        coming_places = _four_positions(positions, token + 4, tokens)
+        common = (
+            d_x,
+            rows,
+            grads,
+            places,
+            last,
+            growing,
+            sums,
+            w,
+            state,
+            sequences,
+            token,
+            first,
+            end,
+            tokens,
+            channel,
+        )
+        if _uncut(places):
+            last, growing, sums = _backward_four(*common, C, TAPS, CARRIED, False, True)
+        else:
+            last, growing, sums = _backward_four(*common, C, TAPS, CARRIED, True, True)
+    rest = (d_x, coming, coming_d, coming_places, last, growing, sums, w, state, sequences)
+    behind = (first + SPAN, first, end, tokens, channel)  # what the last three rows get from the rows behind them
+    last, growing, sums = _backward_four(*rest, *behind, C, TAPS, CARRIED, True, False)
+    to = partial + tl.program_id(0).to(tl.int64) * TAPS * C + channel
+    for lag in tl.static_range(TAPS):
+        tl.store(to + (TAPS - 1 - lag) * C, sums[lag], mask=channel < C)
 
 
-def _launch(tokens: int, channels: int) -> tuple[tuple[int, int], dict[str, int]]:
-    """Return the grid and the kernels' tile."""
-    grid = triton.cdiv(tokens, _SEGMENTS * _SPAN), triton.cdiv(channels, _CHANNELS)
-    return grid, {"SEGMENTS": _SEGMENTS, "SPAN": _SPAN, "BC": _CHANNELS, "num_warps": _WARPS}
+def _launch(tokens: int, channels: int, tile: tuple[int, int, int]) -> tuple[tuple[int, int], dict[str, int]]:
+    """Return the grid and the kernel's tile."""
+    span, block, warps = tile
+    return (triton.cdiv(tokens, span), triton.cdiv(channels, block)), {"SPAN": span, "BC": block, "num_warps": warps}
 
 
 @operator(
@@ -210,7 +305,7 @@ def _forward(x: Tensor, weight: Tensor, state: Tensor | None, positions: Tensor,
     x, weight = dense(x), dense(weight)
     out = torch.empty_like(x)
     if x.numel():
-        grid, tile = _launch(*x.shape)
+        grid, tile = _launch(len(x), x.shape[1], _FORWARD)
         carried, shape = x if state is None else dense(state), {"C": x.shape[1], "TAPS": weight.shape[2]}
         _forward_kernel[grid](
             x, weight, carried, out, positions, sequences, len(x), CARRIED=state is not None, **shape, **tile
@@ -234,8 +329,8 @@ def _backward(
     x, weight, grad = dense(x), dense(weight), dense(grad)
     (tokens, channels), taps = x.shape, weight.shape[2]
     d_x = torch.empty_like(x)
-    grid, tile = _launch(tokens, channels)
-    partial = torch.empty(grid[0], 4, channels, dtype=torch.float32, device=x.device)
+    grid, tile = _launch(tokens, channels, _BACKWARD)
+    partial = torch.empty(grid[0], taps, channels, dtype=torch.float32, device=x.device)
     if x.numel():
         carried, shape = x if state is None else dense(state), {"C": channels, "TAPS": taps}
         _backward_kernel[grid](
@@ -252,8 +347,7 @@ def _backward(
             **shape,
             **tile,
         )
-    by_lag = partial.sum(0)[:taps].flip(0)
-    return d_x, by_lag.t()[:, None].to(weight.dtype).contiguous()
+    return d_x, row_sum(partial, weight.dtype).t()[:, None].contiguous()
 
 
 @_backward.register_fake
