@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from harness import Case, compare, gradients, importable, relative_error
 
-from tercet.ops import attn_res, attn_res_bank, attn_res_merge, attn_res_norm, rms_norm, use_tier
+from tercet.ops import attn_res, attn_res_bank, attn_res_merge, attn_res_read, rms_norm, use_tier
 from tercet.ops.attn_res import reference
 
 LIMITS = {"out": 4e-3, "gradients": 5e-3}
@@ -55,6 +55,7 @@ def cases(device: torch.device) -> list[Case]:
         )
         made.append(Case(f"AttnRes forward + backward, {n}", gradients(run, inputs), both, bytes=(3 * n + 2) * row))
     made += [_normed(tokens, dim, n, device) for n in (4, 12)]
+    made += [_normed(32_768, 1024, n, device) for n in (3, 5)] if big else []  # the `base` preset
     return made + [case for rows in ((128, tokens) if big else (16,)) for case in _two_phases(rows, dim, device)]
 
 
@@ -64,7 +65,7 @@ def _normed(tokens: int, dim: int, n: int, device: torch.device) -> Case:
     sources = [torch.randn(tokens, dim, device=device).bfloat16() for _ in range(n)]
 
     def run(weight, query, *sources):
-        return attn_res_norm(sources, weight, query, weight)
+        return attn_res_read(sources, weight, query, weight)[0]
 
     def apart(weight, query, *sources):
         return rms_norm(attn_res(sources, weight, query), weight, eps=1e-5)
@@ -79,7 +80,8 @@ def _normed(tokens: int, dim: int, n: int, device: torch.device) -> Case:
 
     inputs, row = [weight, query, *sources], 2 * tokens * dim
     others = {"attn_res, then rms_norm": gradients(apart, inputs)}
-    return Case(f"AttnRes + norm, f+b, {n}", gradients(run, inputs), others, check, bytes=(3 * n + 4) * row)
+    name = f"AttnRes + norm, f+b, {tokens} × {dim}, {n}"
+    return Case(name, gradients(run, inputs), others, check, bytes=(3 * n + 4) * row)
 
 
 def _two_phases(tokens: int, dim: int, device: torch.device) -> list[Case]:

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 pytest.importorskip("triton")
 
 from numerics import assert_same, relative_error
 from tercet.errors import UnsupportedError
-from tercet.ops import attn_res, attn_res_bank, attn_res_merge, attn_res_norm, use_tier
-from tercet.ops.attn_res import reference, triton_, triton_inference
+from tercet.ops import attn_res, attn_res_bank, attn_res_merge, attn_res_read, use_tier
+from tercet.ops.attn_res import reference, triton_, triton_backward, triton_inference
 
 
 def ours(norm_weight, query, *sources):
@@ -19,19 +20,24 @@ def formula(norm_weight, query, *sources):
     return reference.attn_res(*sources, norm_weight=norm_weight, query=query, eps=1e-5)
 
 
-@pytest.mark.parametrize(("n", "dim", "tokens"), [(2, 24, 1), (5, 33, 2)])
+@pytest.fixture(params=["narrow", "wide"])
+def width(request, monkeypatch):
+    """Run every test with the kernels for rows that one warp owns, and with those for wider ones, on few programs."""
+    if request.param == "wide":
+        monkeypatch.setattr(triton_backward, "WARP_ROW", 0)
+        monkeypatch.setattr(triton_, "_RESIDENT", 1)
+    monkeypatch.setattr(triton_backward, "_RESIDENT", 1)
+
+
+@pytest.mark.usefixtures("width")
+@pytest.mark.parametrize(("n", "dim", "tokens"), [(2, 24, 1), (5, 33, 2), (2, 8, 9)])
 def test_values_and_gradients(n, dim, tokens):
     query = torch.randn(dim) / dim**0.5  # a saturated softmax would leave differences of equal numbers
     assert_same(ours, formula, [torch.randn(dim), query, *torch.randn(n, tokens, dim)], 1e-5, "triton")
 
 
-def test_more_tokens_than_programs(monkeypatch):
-    monkeypatch.setattr(triton_, "_BACKWARD", (1, 2))
-    assert_same(ours, formula, [torch.randn(8), torch.randn(8), *torch.randn(2, 9, 8)], 1e-5, "triton")
-
-
 def ours_normed(norm_weight, query, next_weight, *sources):
-    return attn_res_norm(sources, norm_weight, query, next_weight, next_eps=1e-3)
+    return attn_res_read(sources, norm_weight, query, next_weight, next_eps=1e-3)[0]
 
 
 def formula_normed(norm_weight, query, next_weight, *sources):
@@ -39,27 +45,88 @@ def formula_normed(norm_weight, query, next_weight, *sources):
     return mixed / (mixed.square().mean(-1, keepdim=True) + 1e-3).sqrt() * next_weight
 
 
+@pytest.mark.usefixtures("width")
 @pytest.mark.parametrize(
     ("n", "dim", "tokens", "tier"), [(1, 8, 3, "triton"), (5, 33, 9, "triton"), (3, 8, 2, "torch")]
 )
-def test_norm_behind_the_mixture(n, dim, tokens, tier, monkeypatch):
-    monkeypatch.setattr(triton_, "_BACKWARD", (1, 2))
+def test_norm_behind_the_mixture(n, dim, tokens, tier):
     inputs = [torch.randn(dim), torch.randn(dim), torch.randn(dim), *torch.randn(n, tokens, dim)]
     assert_same(ours_normed, formula_normed, inputs, 1e-5, tier)
 
 
+@pytest.mark.usefixtures("width")
 def test_norm_behind_a_tiny_mixture():
     """Where ε outweighs the mean square, δ·out is not near zero and the shortcut for it must still hold."""
     inputs = [torch.randn(16), torch.randn(16), torch.randn(16), *(1e-2 * torch.randn(3, 4, 16))]
     assert_same(ours_normed, formula_normed, inputs, 1e-5, "triton")
 
 
+def read_on(read, norm_weight, query, next_weight, a, b):
+    """Three readers in a row, of which the last also reads what the second one made."""
+    sources = [a, b]
+    _, sources = read(sources, norm_weight, query, next_weight)
+    y, sources = read(sources, norm_weight, 2 * query, next_weight)
+    z, sources = read([*sources, y], norm_weight, 3 * query, next_weight)
+    return z, 2 * sources[0], sources[2]
+
+
+def ours_reading(*inputs):
+    return read_on(lambda *x: attn_res_read(*x, next_eps=1e-3), *inputs)
+
+
+def formula_reading(*inputs):
+    def read(sources, norm_weight, query, next_weight):
+        return formula_normed(norm_weight, query, next_weight, *sources), sources
+
+    return read_on(read, *inputs)
+
+
+def inputs_for_reading():
+    return [torch.randn(8), torch.randn(8), torch.randn(8), *torch.randn(2, 3, 8)]
+
+
+@pytest.mark.usefixtures("width")
+@pytest.mark.parametrize("tier", ["triton", "torch"])
+def test_readers_in_a_row(tier):
+    """A source's gradient is handed from reader to reader; the first one's mixture is never used."""
+    assert_same(ours_reading, formula_reading, inputs_for_reading(), 1e-5, tier)
+
+
+@pytest.mark.usefixtures("width")
+def test_readers_under_recomputation_and_twice():
+    inputs = inputs_for_reading()
+    outputs = []
+    for run in (ours_reading, lambda *x: checkpoint(ours_reading, *x, use_reentrant=False)):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with use_tier("triton"):
+            total = sum(y.square().sum() for y in run(*leaves))
+            first = torch.autograd.grad(total, leaves, retain_graph=True)
+            again = torch.autograd.grad(total, leaves)
+        assert all(torch.equal(x, y) for x, y in zip(first, again))
+        outputs.append(first)
+    assert all(torch.equal(x, y) for x, y in zip(*outputs))
+
+
+def test_only_some_gradients_are_handed_on():
+    """Without a gradient of the mixture those handed in pass; without gradients at all the sources themselves do."""
+    weight, a, b = torch.randn(8), torch.randn(2, 8, requires_grad=True), torch.randn(2, 8)
+    with use_tier("triton"):
+        _, (out, _) = attn_res_read([a, b], weight, weight, weight)
+        (grad,) = torch.autograd.grad((3 * out).sum(), a)
+        with torch.no_grad():
+            _, same = attn_res_read([a, b], weight, weight, weight)
+    assert torch.equal(out, a) and torch.equal(grad, torch.full_like(a, 3.0))
+    assert same[0] is a and same[1] is b
+
+
+@pytest.mark.usefixtures("width")
 def test_one_source_is_returned():
     v = torch.randn(3, 16)
     with use_tier("triton"):
         assert torch.equal(ours(torch.randn(16), torch.randn(16), v), v)
 
 
+@pytest.mark.usefixtures("width")
 def test_one_huge_source_and_zero_query():
     vs = [torch.randn(2, 16), 1e4 * torch.randn(2, 16), torch.randn(2, 16)]
     assert_same(ours, formula, [torch.ones(16), torch.randn(16), *vs], 1e-4, "triton")
@@ -90,7 +157,7 @@ def test_m8_weights_are_fp32_for_bf16_sources():
     sources = [torch.randn(2, 64).bfloat16() for _ in range(3)]
     _, p, *_ = triton_._forward(sources, weight, query, None, 1e-5, 0.0)
     expected = reference.weights([v.double() for v in sources], weight.double(), query.double(), 1e-5)
-    assert relative_error(p, expected) < 1e-6
+    assert relative_error(p.movedim(-1, 0), expected) < 1e-6
 
 
 def test_declines_mixed_types():

@@ -41,7 +41,7 @@ CASES = {
     "mla_attention": (attention._forward, attention_inputs),
     "sigmoid_gate": (gate._gate, lambda: (leaf(1, 3, 2, 4), leaf(1, 3, 8), torch.float32)),
     "attn_res": (attn_res._forward, lambda: ([leaf(2, 8), leaf(2, 8)], leaf(8), leaf(8), None, 1e-5, 0.0)),
-    "attn_res_norm": (attn_res._forward, lambda: ([leaf(2, 8), leaf(2, 8)], leaf(8), leaf(8), leaf(8), 1e-5, 1e-5)),
+    "attn_res_read": (attn_res._forward, lambda: ([leaf(2, 8), leaf(2, 8)], leaf(8), leaf(8), leaf(8), 1e-5, 1e-5)),
     "newton_schulz": (newton_schulz._newton_schulz, lambda: (torch.randn(1, 4, 8), [3.0, -4.0, 2.0])),
     "cross_entropy": (
         cross_entropy._cross_entropy,

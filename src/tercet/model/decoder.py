@@ -20,7 +20,7 @@ from tercet.model.kda import KimiDeltaAttention
 from tercet.model.layers import MLP, RMSNorm, linear
 from tercet.model.mla import MultiHeadLatentAttention
 from tercet.model.moe import LatentMoE
-from tercet.ops import attn_res, attn_res_norm
+from tercet.ops import attn_res, attn_res_read
 
 
 @dataclass
@@ -39,10 +39,13 @@ def mix(depth: Depth, norm: RMSNorm, proj: nn.Linear, layer: int, place: Place, 
 
 def mix_and_norm(
     depth: Depth, norm: RMSNorm, proj: nn.Linear, then: RMSNorm, layer: int, place: Place, context: Context
-) -> Tensor:
-    """Return ``then(mix(…))``, what a sub-layer reads."""
+) -> tuple[Tensor, Depth]:
+    """Return ``then(mix(…))``, what a sub-layer reads, and the depth from which to go on (`attn_res_read`)."""
     sources = _sources(depth, norm, proj, layer, place, context)
-    return attn_res_norm(sources, norm.weight, proj.weight[0], then.weight, eps=norm.eps, next_eps=then.eps)
+    x, (*bank, prefix) = attn_res_read(
+        sources, norm.weight, proj.weight[0], then.weight, eps=norm.eps, next_eps=then.eps
+    )
+    return x, Depth(bank, prefix)
 
 
 def _sources(depth: Depth, norm: RMSNorm, proj: nn.Linear, layer: int, place: Place, context: Context) -> list[Tensor]:
@@ -80,7 +83,7 @@ class DecoderLayer(nn.Module):
             x = x + self.self_attn(self.input_layernorm(x), context)
             return Depth(depth.bank, x + self._feed_forward(self.post_attention_layernorm(x), context))
         if depth.bank:
-            x = self._read(depth, "attention", context)
+            x, depth = self._read(depth, "attention", context)
         else:
             x = self.input_layernorm(depth.prefix)
         a = self.self_attn(x, context)
@@ -88,10 +91,11 @@ class DecoderLayer(nn.Module):
             depth = Depth([*depth.bank, depth.prefix], a)
         else:
             depth = Depth(depth.bank, depth.prefix + a)
-        return Depth(depth.bank, depth.prefix + self._feed_forward(self._read(depth, "mlp", context), context))
+        x, depth = self._read(depth, "mlp", context)
+        return Depth(depth.bank, depth.prefix + self._feed_forward(x, context))
 
-    def _read(self, depth: Depth, place: Place, context: Context) -> Tensor:
-        """Return the normed mixture in front of a sub-layer."""
+    def _read(self, depth: Depth, place: Place, context: Context) -> tuple[Tensor, Depth]:
+        """Return the normed mixture in front of a sub-layer, and the depth from which to go on."""
         if place == "attention":
             parts = self.self_attention_res_norm, self.self_attention_res_proj, self.input_layernorm
         else:
@@ -106,11 +110,10 @@ def run_layer(layer: DecoderLayer, depth: Depth, context: Context) -> Depth:
     """Run one layer, recomputing it in the backward pass when the context asks for that."""
     if not context.recompute or not torch.is_grad_enabled():
         return layer(depth, context)
-    slots = len(depth.bank)
 
     def body(prefix: Tensor, *bank: Tensor) -> tuple[Tensor, ...]:
         out = layer(Depth(list(bank), prefix), context)
-        return (out.prefix, *out.bank[slots:])
+        return (out.prefix, *out.bank)
 
-    prefix, *added = torch.utils.checkpoint.checkpoint(body, depth.prefix, *depth.bank, use_reentrant=False)
-    return Depth([*depth.bank, *added], prefix)
+    prefix, *bank = torch.utils.checkpoint.checkpoint(body, depth.prefix, *depth.bank, use_reentrant=False)
+    return Depth(bank, prefix)

@@ -4,7 +4,7 @@
 
 from tercet.ops.accumulate import accumulate
 from tercet.ops.attention import attention_logit_max, mla_attention
-from tercet.ops.attn_res import attn_res, attn_res_bank, attn_res_merge, attn_res_norm, attn_res_weights
+from tercet.ops.attn_res import attn_res, attn_res_bank, attn_res_merge, attn_res_read, attn_res_weights
 from tercet.ops.conv import short_conv
 from tercet.ops.cross_entropy import IGNORE, linear_cross_entropy, token_logprobs
 from tercet.ops.experts import routed_experts
@@ -36,7 +36,7 @@ __all__ = [
     "attn_res",
     "attn_res_bank",
     "attn_res_merge",
-    "attn_res_norm",
+    "attn_res_read",
     "attn_res_weights",
     "count_choices",
     "count_needed",

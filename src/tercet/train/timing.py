@@ -115,6 +115,8 @@ class _Phases:
             clock.begin(phase)
             out = original(list(marked) if many else marked[0], *args, **kwargs)
             clock.end(phase)
+            if isinstance(out, tuple):  # a result, and inputs handed on
+                return _Mark.apply(lambda: clock.begin(phase), out[0])[0], *out[1:]
             return _Mark.apply(lambda: clock.begin(phase), out)[0]
 
         setattr(owner, name, timed)
@@ -126,7 +128,7 @@ class _Phases:
 def _watched(model: CausalLM, clock: _Clock) -> Iterator[None]:
     phases = _Phases(clock)
     phases.watch(decoder, "attn_res", "AttnRes")
-    phases.watch(decoder, "attn_res_norm", "AttnRes")
+    phases.watch(decoder, "attn_res_read", "AttnRes")
     for layer in model.model.layers:
         assert isinstance(layer, DecoderLayer)
         kind = "MLA" if type(layer.self_attn).__name__.startswith("Multi") else "KDA"

@@ -26,17 +26,17 @@ from tercet.ops.registry import Operator
 _attn_res = Operator("attn_res", reference.attn_res, torch_.attn_res, "tercet.ops.attn_res.triton_")
 
 
-def _then_norm(mix: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the tier of `attn_res_norm` that runs *mix* and then the norm."""
+def _then_norm(mix: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, list[Tensor]]]:
+    """Return the tier of `attn_res_read` that runs *mix* and then the norm."""
 
-    def run(*sources: Tensor, next_weight: Tensor, next_eps: float, **parameters: Any) -> Tensor:
-        return rms_norm(mix(*sources, **parameters), next_weight, eps=next_eps)
+    def run(*sources: Tensor, next_weight: Tensor, next_eps: float, **parameters: Any) -> tuple[Tensor, list[Tensor]]:
+        return rms_norm(mix(*sources, **parameters), next_weight, eps=next_eps), list(sources)
 
     return run
 
 
-_attn_res_norm = Operator(
-    "attn_res_norm", _then_norm(reference.attn_res), _then_norm(torch_.attn_res), "tercet.ops.attn_res.triton_"
+_attn_res_read = Operator(
+    "attn_res_read", _then_norm(reference.attn_res), _then_norm(torch_.attn_res), "tercet.ops.attn_res.triton_"
 )
 
 _bank = Operator("attn_res_bank", reference.bank, triton_module="tercet.ops.attn_res.triton_inference")
@@ -68,7 +68,7 @@ def attn_res(
     return _attn_res(*sources, norm_weight=norm_weight, query=query, eps=eps)
 
 
-def attn_res_norm(
+def attn_res_read(
     sources: Sequence[Float[Tensor, "*lead dim"]],
     norm_weight: Float[Tensor, "dim"],
     query: Float[Tensor, "dim"],
@@ -76,8 +76,12 @@ def attn_res_norm(
     *,
     eps: float = 1e-5,
     next_eps: float = 1e-5,
-) -> Float[Tensor, "*lead dim"]:
-    """Return ``rms_norm(attn_res(sources), next_weight)``: what a sub-layer reads, in one pass where a GPU kernel runs.
+) -> tuple[Float[Tensor, "*lead dim"], list[Float[Tensor, "*lead dim"]]]:
+    """Return ``rms_norm(attn_res(sources), next_weight)``, what a sub-layer reads, and *sources* for their next reader.
+
+    Both in one pass where a GPU kernel runs. A next reader who takes the returned sources, not the given ones, passes
+    back their gradient so far, and this one's backward kernel adds its own part to it. Two readers of one tensor cost
+    three more passes over both gradients and one more rounding. The values are those of *sources*.
 
     Args:
         sources: as for `attn_res`.
@@ -93,7 +97,7 @@ def attn_res_norm(
     _check(sources, norm_weight, query)
     if next_weight.shape != query.shape:
         raise ShapeError(f"the next norm is {tuple(next_weight.shape)} wide, the mixture {tuple(query.shape)}")
-    return _attn_res_norm(
+    return _attn_res_read(
         *sources, norm_weight=norm_weight, query=query, next_weight=next_weight, eps=eps, next_eps=next_eps
     )
 

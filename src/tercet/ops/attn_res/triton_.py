@@ -1,19 +1,18 @@
-"""Attention Residuals on the GPU: one pass over the sources forward, one backward.
+"""Attention Residuals on the GPU, forward: one pass over the sources (backward: `triton_backward`).
 
 A program owns whole tokens, so a token's n sources are read once: their norm and score come from the same registers
-that feed an online softmax, in fp32, with one cast at the end. Loads run ahead of the reductions through shared
-memory; a loop that stays a loop is what lets the compiler do that (`_source`).
+that feed an online softmax, in fp32, with one cast at the end. All sources of all its tokens are one loop, so that
+loads run ahead of the reductions through shared memory, from one token into the next; a loop that stays a loop is what
+lets the compiler do that (`source`). Of wide rows a multiprocessor holds two programs, which wait for their reductions
+in turn; a narrow row belongs to one warp, and every token to a program of its own.
 
-The backward pass needs ``δ·out`` before any source's gradient. It takes it from the saved, rounded ``out`` (which the
-next norm keeps anyway): one more row to read instead of all sources twice, for a relative error of 1e-3 in the scores'
-gradient when activations are bf16, none in fp32.
+With `attn_res_read` the norm in front of the next sub-layer happens in the same registers: forward it spares a pass
+over the mixture, backward three. It also hands its sources on: whoever reads them next gives their gradient so far, to
+which the backward kernel adds in fp32 with one rounding. So a bank slot's gradient grows in a fixed order without
+passes of its own (kernels.md §7).
 
-With `attn_res_norm` the norm in front of the next sub-layer happens in the same registers: forward it spares a pass
-over the mixture, backward three. There ``δ·out`` needs no sum at all: a norm's gradient is orthogonal to its input but
-for ε, so ``δ·out = c ε r²`` with the norm's own ``c = Σ dy w unit``.
-
-Bytes a token: forward ``n + 1`` rows (with the norm ``n + 2``), backward ``2n + 2`` rows. Deterministic for one device:
-every program reduces its own tokens in order and the weight gradients' partial sums are added in a fixed order.
+Bytes a token: forward ``n + 1`` rows (with the norm ``n + 2``), backward ``2n + 2`` rows and one for every gradient
+handed in. Deterministic for one device.
 
 Shapes: n sources, T tokens, D width.
 """
@@ -27,31 +26,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.ops.attn_res import triton_backward
+from tercet.ops.attn_res.triton_backward import attn_res_backward, folded_query, source, sum_two
 from tercet.ops.gpu import dense, fitted, float_refusal, multiprocessors, operator
 
 MAX_SOURCES = 32
 MAX_WIDTH = 16384
-_STAGES = 3
-"""Sources in flight forward; measured best on an H200, as are the two below."""
-_BACKWARD, _BACKWARD_NORMED = (8, 6), (16, 3)
-"""Warps on a multiprocessor in the backward pass, in one program or several, and sources in flight."""
-
-
-@triton.jit
-def _sum_pairs(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def _source(sources, i, N: tl.constexpr):
-    """Return a pointer to source i, for an i that is not a compile-time constant.
-
-    A loop over i stays a loop: unrolled, the compiler moves all loads to the front and spills.
-    """
-    pointer = sources[0]
-    for j in tl.static_range(1, N):
-        pointer = tl.where(i == j, sources[j], pointer)
-    return tl.multiple_of(pointer, 16)
+_VALUES, _RESIDENT = 64, 2
+"""Values of a wide row that a thread holds, and programs on a multiprocessor; best on an H200, as are the stages."""
+_STAGES, _STAGES_NORMED = 4, 3
+"""Sources in flight."""
 
 
 @fitted
@@ -67,7 +51,6 @@ def _forward_kernel(
     r_out,
     next_r_out,
     tokens,
-    count,
     eps,
     next_eps,
     NORMED: tl.constexpr,
@@ -77,20 +60,20 @@ def _forward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    column, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     inside = column < D
-    slot = tl.arange(0, SLOTS)
-    folded = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    folded *= tl.load(query + column, mask=inside, other=0.0).to(tl.float32)
-    at = token * D + column
+    folded = folded_query(weight, query, column, inside)
     total = tl.zeros([BLOCK], tl.float32)
     scores = tl.full([SLOTS], float("-inf"), tl.float32)
     norms = tl.zeros([SLOTS], tl.float32)
     largest = tl.full([], float("-inf"), tl.float32)
-    for i in tl.range(0, count, num_stages=STAGES):
-        v = tl.load(_source(sources, i, N) + at, mask=inside, other=0.0).to(tl.float32)
-        square, product = tl.reduce((v * v, v * folded), 0, _sum_pairs)
+    for step in tl.range(0, tl.cdiv(tokens - program, programs) * N, num_stages=STAGES):
+        i = step % N
+        token = (program + step // N * programs).to(tl.int64)
+        at = token * D + column
+        v = tl.load(source(sources, i, N) + at, mask=inside, other=0.0).to(tl.float32)
+        square, product = tl.reduce((v * v, v * folded), 0, sum_two)
         r = tl.rsqrt(square / D + eps)
         score = r * product
         scores = tl.where(slot == i, score, scores)
@@ -98,84 +81,22 @@ def _forward_kernel(
         raised = tl.maximum(largest, score)
         total = total * tl.exp(largest - raised) + v * tl.exp(score - raised)
         largest = raised
-    p = tl.exp(scores - largest)
-    mass = tl.sum(p, 0)
-    mixed = (total / mass).to(out.dtype.element_ty)
-    tl.store(out + at, mixed, mask=inside)
-    if NORMED:
-        wide = mixed.to(tl.float32)
-        next_r = tl.rsqrt(tl.sum(wide * wide, 0) / D + next_eps)
-        unit = (wide * next_r).to(mixed.dtype).to(tl.float32)
-        w = tl.load(next_weight + column, mask=inside, other=0.0).to(mixed.dtype).to(tl.float32)
-        tl.store(normed + at, (unit * w).to(mixed.dtype), mask=inside)
-        tl.store(next_r_out + token, next_r)
-    tl.store(p_out + slot * tokens + token, p / mass, mask=slot < N)
-    tl.store(r_out + slot * tokens + token, norms, mask=slot < N)
-
-
-@fitted
-@triton.jit
-def _backward_kernel(
-    sources,
-    grads,
-    weight,
-    query,
-    next_weight,
-    out,
-    grad,
-    p_in,
-    r_in,
-    next_r_in,
-    partial,
-    next_partial,
-    tokens,
-    count,
-    next_eps,
-    NORMED: tl.constexpr,
-    N: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    program = tl.program_id(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < D
-    folded = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    folded *= tl.load(query + column, mask=inside, other=0.0).to(tl.float32)
-    d_folded = tl.zeros([BLOCK], tl.float32)
-    d_next = tl.zeros([BLOCK], tl.float32)
-    token = program.to(tl.int64)
-    while token < tokens:
-        at = token * D + column
-        delta = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        mixed = tl.load(out + at, mask=inside, other=0.0).to(tl.float32)
-        if NORMED:
-            next_r = tl.load(next_r_in + token)
-            unit = mixed * next_r
-            d_next += delta * unit
-            delta *= tl.load(next_weight + column, mask=inside, other=0.0).to(tl.float32)
-            along = tl.sum(delta * unit, 0)
-            delta = (delta - unit * (along / D)) * next_r
-            centre = along * next_eps * next_r * next_r
-        else:
-            centre = tl.sum(delta * mixed, 0)
-        for i in tl.range(0, count, num_stages=STAGES):
-            v = tl.load(_source(sources, i, N) + at, mask=inside, other=0.0).to(tl.float32)
-            p = tl.load(p_in + i * tokens + token)
-            r = tl.load(r_in + i * tokens + token)
-            dot, product = tl.reduce((v * delta, v * folded), 0, _sum_pairs)
-            pull = p * (dot - centre) * r
-            d_folded += pull * v
-            d_v = p * delta + pull * folded - (pull * product * r * r / D) * v
-            tl.store(_source(grads, i, N) + at, d_v.to(grads[0].dtype.element_ty), mask=inside)
-        token += tl.num_programs(0)
-    tl.store(partial + program.to(tl.int64) * D + column, d_folded, mask=inside)
-    if NORMED:
-        tl.store(next_partial + program.to(tl.int64) * D + column, d_next, mask=inside)
-
-
-def _warps(block: int) -> int:
-    return min(8, max(1, block // 1024))
+        if i == N - 1:
+            p = tl.exp(scores - largest)
+            mass = tl.sum(p, 0)
+            mixed = (total * (1.0 / mass)).to(out.dtype.element_ty)
+            tl.store(out + at, mixed, mask=inside)
+            if NORMED:
+                wide = mixed.to(tl.float32)
+                next_r = tl.rsqrt(tl.sum(wide * wide, 0) / D + next_eps)
+                unit = (wide * next_r).to(mixed.dtype).to(tl.float32)
+                w = tl.load(next_weight + column, mask=inside, other=0.0).to(mixed.dtype).to(tl.float32)
+                tl.store(normed + at, (unit * w).to(mixed.dtype), mask=inside)
+                tl.store(next_r_out + token, next_r)
+            tl.store(p_out + token * N + slot, p / mass, mask=slot < N)
+            tl.store(r_out + token * N + slot, norms, mask=slot < N)
+            total = tl.zeros([BLOCK], tl.float32)
+            largest = tl.full([], float("-inf"), tl.float32)
 
 
 @operator(
@@ -191,17 +112,18 @@ def _forward(
     eps: float,
     next_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return mixture, p and r, and with *next_weight* the mixture's norm and its r (empty without)."""
+    """Return mixture, p and r ``[…, n]``, and with *next_weight* the mixture's norm and its r (empty without)."""
     sources = [dense(v) for v in sources]
     first, count, normed = sources[0], len(sources), next_weight is not None
     dim, tokens = first.shape[-1], first.numel() // first.shape[-1]
     out = torch.empty_like(first)
-    p = first.new_empty((count, *first.shape[:-1]), dtype=torch.float32)
+    p = first.new_empty((*first.shape[:-1], count), dtype=torch.float32)
     r = torch.empty_like(p)
-    y, next_r = torch.empty_like(out if normed else out[:0]), torch.empty_like(p[0] if normed else p[:0])
+    y, next_r = torch.empty_like(out if normed else out[:0]), torch.empty_like(p[..., 0] if normed else p[:0, ..., 0])
     block = triton.next_power_of_2(dim)
+    resident = _RESIDENT * multiprocessors(first.device)
     if tokens:
-        _forward_kernel[(tokens,)](
+        _forward_kernel[(min(tokens, resident) if block > triton_backward.WARP_ROW else tokens,)](
             tuple(sources),
             dense(norm_weight),
             dense(query),
@@ -212,7 +134,6 @@ def _forward(
             r,
             next_r,
             tokens,
-            count,
             eps,
             next_eps,
             NORMED=normed,
@@ -220,8 +141,8 @@ def _forward(
             SLOTS=triton.next_power_of_2(count),
             D=dim,
             BLOCK=block,
-            STAGES=_STAGES,
-            num_warps=_warps(block),
+            STAGES=_STAGES_NORMED if normed else _STAGES,
+            num_warps=max(1, block // (32 * _VALUES)),
         )
     return out, p, r, y, next_r
 
@@ -231,73 +152,10 @@ def _(
     sources: list[Tensor], norm_weight: Tensor, query: Tensor, next_weight: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
     first, normed = sources[0], next_weight is not None
-    p = first.new_empty((len(sources), *first.shape[:-1]), dtype=torch.float32)
+    p = first.new_empty((*first.shape[:-1], len(sources)), dtype=torch.float32)
     y = first.new_empty(first.shape if normed else (0, *first.shape[1:]))
-    next_r = p.new_empty(p.shape[1:] if normed else (0, *p.shape[1:]))
+    next_r = p.new_empty(p.shape[:-1] if normed else (0, *p.shape[1:-1]))
     return first.new_empty(first.shape), p, torch.empty_like(p), y, next_r
-
-
-@operator(
-    "tercet::attn_res_backward",
-    schema="(Tensor[] sources, Tensor norm_weight, Tensor query, Tensor? next_weight, Tensor out, Tensor grad,"
-    " Tensor p, Tensor r, Tensor next_r, float next_eps) -> (Tensor[], Tensor, Tensor)",
-)
-def _backward(
-    sources: list[Tensor],
-    norm_weight: Tensor,
-    query: Tensor,
-    next_weight: Tensor | None,
-    out: Tensor,
-    grad: Tensor,
-    p: Tensor,
-    r: Tensor,
-    next_r: Tensor,
-    next_eps: float,
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Return the gradients of the sources, of ``norm_weight ⊙ query`` and of *next_weight* (empty without)."""
-    sources = [dense(v) for v in sources]
-    first, count, normed = sources[0], len(sources), next_weight is not None
-    dim, tokens = first.shape[-1], first.numel() // first.shape[-1]
-    grads = [torch.empty_like(v) for v in sources]
-    block = triton.next_power_of_2(dim)
-    warps = _warps(block)
-    resident, stages = _BACKWARD_NORMED if normed and block > 1024 else _BACKWARD
-    programs = min(max(tokens, 1), max(1, resident // warps) * multiprocessors(first.device))
-    partial = first.new_empty((programs, dim), dtype=torch.float32)
-    next_partial = torch.empty_like(partial if normed else partial[:0])
-    _backward_kernel[(programs,)](
-        tuple(sources),
-        tuple(grads),
-        dense(norm_weight),
-        dense(query),
-        query if next_weight is None else dense(next_weight),
-        out,
-        dense(grad),
-        p,
-        r,
-        next_r,
-        partial,
-        next_partial,
-        tokens,
-        count,
-        next_eps,
-        NORMED=normed,
-        N=count,
-        D=dim,
-        BLOCK=block,
-        STAGES=stages,
-        num_warps=warps,
-    )
-    return grads, partial.sum(0), next_partial.sum(0) if normed else next_partial
-
-
-@_backward.register_fake
-def _(
-    sources: list[Tensor], norm_weight: Tensor, query: Tensor, next_weight: Tensor | None, *_: Any
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    d_folded = query.new_empty(query.shape, dtype=torch.float32)
-    d_next = torch.empty_like(d_folded) if next_weight is not None else d_folded.new_empty(0, *query.shape)
-    return [v.new_empty(v.shape) for v in sources], d_folded, d_next
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -309,17 +167,45 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     ctx.save_for_backward(norm_weight, query, next_weight, out, p, r, next_r, *sources)
 
 
-def _differentiate(ctx: Any, d_out: Tensor, d_p: None, d_r: None, d_y: Tensor, *_: Any) -> tuple[Any, ...]:
+def _pull(ctx: Any, grad: Tensor, handed: list[Tensor | None]) -> tuple[Any, ...]:
+    """Return the gradients of sources, norm_weight, query and next_weight (None without)."""
     norm_weight, query, next_weight, out, p, r, next_r, *sources = ctx.saved_tensors
-    grads, d_folded, d_next = _backward(
-        sources, norm_weight, query, next_weight, out, d_y if ctx.normed else d_out, p, r, next_r, ctx.next_eps
-    )
-    d_next_weight = d_next.to(next_weight.dtype) if ctx.normed else None
-    d_weight, d_query = (d_folded * query).to(norm_weight.dtype), (d_folded * norm_weight).to(query.dtype)
-    return grads, d_weight, d_query, d_next_weight, None, None
+    saved = norm_weight, query, next_weight, out, grad, p, r, next_r
+    grads, d_weight, d_query, d_next = attn_res_backward(sources, handed, *saved, ctx.next_eps)
+    return grads, d_weight, d_query, None if next_weight is None else d_next
+
+
+def _differentiate(ctx: Any, d_out: Tensor, d_p: None, d_r: None, d_y: Tensor, *_: Any) -> tuple[Any, ...]:
+    grad = d_y if ctx.normed else d_out
+    return *_pull(ctx, grad, [None] * (len(ctx.saved_tensors) - 7)), None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
+
+
+class _HandOn(torch.autograd.Function):
+    """`attn_res_norm`, which gives its sources out again and adds their gradients to its own.
+
+    Not an operator of torch.library, which must not return its inputs; a compiler sees `_forward`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *parameters, eps, next_eps = args[:5]
+        sources = list(args[5:])
+        out, p, r, y, next_r = _forward.function(sources, *parameters, eps, next_eps)
+        ctx.set_materialize_grads(False)
+        ctx.next_eps = next_eps
+        ctx.save_for_backward(*parameters, out, p, r, next_r, *sources)
+        return y, *sources
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        grad, *handed = grads
+        if grad is None:
+            return None, None, None, None, None, *handed
+        d_sources, *d_parameters = _pull(ctx, grad, handed)
+        return *d_parameters, None, None, *d_sources
 
 
 def declines(
@@ -347,7 +233,12 @@ def call(
     eps: float,
     next_weight: Tensor | None = None,
     next_eps: float = 0.0,
-) -> Tensor:
-    """See `tercet.ops.attn_res.attn_res` and, with *next_weight*, `tercet.ops.attn_res.attn_res_norm`."""
-    out, _, _, normed, _ = _forward(list(sources), norm_weight, query, next_weight, eps, next_eps)
-    return out if next_weight is None else normed
+) -> Tensor | tuple[Tensor, list[Tensor]]:
+    """See `tercet.ops.attn_res.attn_res` and, with *next_weight*, `tercet.ops.attn_res.attn_res_read`."""
+    if next_weight is None:
+        return _forward(list(sources), norm_weight, query, None, eps, next_eps)[0]
+    wanted = any(x.requires_grad for x in (norm_weight, query, next_weight, *sources))
+    if torch.is_grad_enabled() and wanted and not torch.compiler.is_compiling():
+        y, *handed = _HandOn.apply(norm_weight, query, next_weight, eps, next_eps, *sources)
+        return y, handed
+    return _forward(list(sources), norm_weight, query, next_weight, eps, next_eps)[3], list(sources)

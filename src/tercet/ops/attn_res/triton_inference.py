@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.attn_res.reference import Partial
-from tercet.ops.attn_res.triton_ import MAX_SOURCES, MAX_WIDTH, _source, _warps
+from tercet.ops.attn_res.triton_ import MAX_SOURCES, MAX_WIDTH
+from tercet.ops.attn_res.triton_backward import source
 from tercet.ops.gpu import dense, fitted, float_refusal
 
 MAX_QUERIES = 64
@@ -47,7 +48,7 @@ def _score_kernel(
     token = tl.program_id(0) * BT + tl.arange(0, BT)
     i = tl.program_id(1)
     query = tl.arange(0, QUERIES)
-    v = _source(sources, i, N)
+    v = source(sources, i, N)
     product = tl.zeros([BT, QUERIES], tl.float32)
     square = tl.zeros([BT], tl.float32)
     for first in range(0, D, BK):
@@ -144,7 +145,14 @@ def _merge(source: Tensor, *, partial: Partial, j: int, folded_query: Tensor, ep
         block = triton.next_power_of_2(dim)
         parts = partial.maximum[j], partial.total[j], partial.value[j]
         _merge_kernel[(x.numel() // dim,)](
-            x, dense(folded_query.float()), *map(dense, parts), out, eps, D=dim, BLOCK=block, num_warps=_warps(block)
+            x,
+            dense(folded_query.float()),
+            *map(dense, parts),
+            out,
+            eps,
+            D=dim,
+            BLOCK=block,
+            num_warps=max(1, block // 1024),
         )
     return out
 
