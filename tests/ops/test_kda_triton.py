@@ -157,6 +157,19 @@ def test_K01_gradients(lengths, heads, key, value):
         assert (ours[name] - exact[name]).norm() < CANCELLING * term.norm(), name
 
 
+def test_gate_gradients_without_states():
+    """All of dz comes from inside the tiles then, as small differences of large terms."""
+    inputs, lengths = draw((70, 16), heads=2, key=32, value=32), (70, 16)
+    leaves = [x.requires_grad_() for x in inputs[:7]]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    pull = torch.randn(1, sum(lengths), 2, 32)
+    zeros = torch.zeros(2, 2, 32, 32, dtype=torch.float64)
+    ours = torch.autograd.grad(kernel(leaves, lengths, state=False)[0], leaves[3:], pull)
+    wanted = torch.autograd.grad(formula([*exact, zeros], lengths)[0], exact[3:], pull.double())
+    for name, a, e in zip(("z", "b", "A_log", "dt_bias"), ours, wanted):
+        assert relative_error(a, e) < 1e-2, name
+
+
 def test_slabs_do_not_change_gradients(monkeypatch):
     lengths = (20, 50)
     inputs = draw(lengths)
@@ -214,7 +227,7 @@ def test_K02_K07_one_configuration():
     # one tile size and one pinned launch shape a kernel: nothing for an autotuner to choose wrongly
     assert triton_.TILE == 16
     for launch in (triton_.PREPARE, triton_.WALK, triton_.WALK_BACK, triton_.GRADIENTS):
-        assert set(launch) <= {"VECTOR", "STAGES", "num_warps", "maxnreg"}
+        assert set(launch) <= {"VECTOR", "BV", "STAGES", "num_warps", "maxnreg"}
 
 
 def test_K04_K06_widths_that_would_need_masks_are_declined():

@@ -29,7 +29,7 @@ WIDTHS = (16, 32, 64, 128)
 PREPARE = {"VECTOR": 0, "num_warps": 2}
 WALK = {"STAGES": 5, "num_warps": 4}
 WALK_BACK = {"STAGES": 3, "num_warps": 4}
-GRADIENTS = {"num_warps": 4}
+GRADIENTS = {"BV": 32, "STAGES": 3, "num_warps": 4}
 
 
 def declines(
@@ -242,7 +242,7 @@ def prepare(
     *,
     save: bool,
 ) -> tuple[Tensor, ...]:
-    """Run `prepare_tile`: its workspace, the largest magnitude of *ranged* by sequence and head, β (with *save*)."""
+    """Run `prepare_tile`: its workspace, the largest magnitude of *ranged* by sequence and head, and β and norms."""
     q, k, _, z, b = rows
     H, K = q.shape[1:]
     X = plan.total
@@ -251,7 +251,7 @@ def prepare(
     small = q.new_empty(X, H, 5 if save else 2, TILE, TILE, dtype=torch.float16)
     decay = q.new_empty(X, H, K, dtype=torch.float32)
     largest = q.new_zeros(len(plan.counts), H, dtype=torch.int32)
-    write = q.new_empty(X if save else 0, H, TILE, dtype=torch.float32)
+    write = q.new_empty(X if save else 0, H, 3, TILE, dtype=torch.float32)
     strides = [n for x in (q, k, ranged, z) for n in x.stride()[:2]]
     prepare_tile[(H * X,)](
         *(q, k, ranged, z, b, A_log, dt_bias.contiguous(), plan.tiles, wide, k_hat, small, decay, largest, write),
@@ -313,10 +313,11 @@ def _walk_slab(
     initial: Tensor | None,
     edges: Tensor,
     adjoints: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return S before and D after every tile of a slab, e, and β; fills its part of *d_v*, *d_write*, *adjoints*.
+) -> tuple[Tensor, ...]:
+    """Return S before and D after every tile of a slab, e, β and norms, and γ_C.
 
-    *adjoints* are those of the final states, of the edges and of the initial states.
+    Fills its part of *d_v*, *d_write* and *adjoints*, which are those of the final states, of the edges and of the
+    initial states.
     """
     *planes, d_o_max, write = work
     H, V = v.shape[1:]
@@ -336,7 +337,7 @@ def _walk_slab(
         *(slab.low, d_write.shape[1]),
         **dict(**shape, **WALK_BACK),
     )
-    return states, after, errors, write
+    return states, after, errors, write, planes[3]
 
 
 def _write_gradient(d_beta: Tensor, b: Tensor, plan: Tiles) -> Tensor:
@@ -362,9 +363,16 @@ def _gradients(
     q, k, v, z, _ = rows
     d_q, d_k, d_v, d_z, _ = grads
     H, K = q.shape[1:]
+    V = v.shape[2]
     strides = [n for x in (q, k, z, d_o) for n in x.stride()[:2]]
     tile_gradients[(H * (slab.high - slab.low),)](
         *(q, k, z, A_log, dt_bias.contiguous(), d_o, d_v, tiles.tiles, *kept, d_q, d_k, d_z, *parts, *strides),
         *(scale, (lower_bound or 0.0) * LOG2E, slab.low),
-        **dict(H=H, K=K, V=v.shape[2], C=TILE, BOUNDED=lower_bound is not None, LOG2E=LOG2E, **GRADIENTS),
+        H=H,
+        K=K,
+        V=V,
+        C=TILE,
+        BOUNDED=lower_bound is not None,
+        LOG2E=LOG2E,
+        **GRADIENTS | {"BV": min(GRADIENTS["BV"], V)},
     )

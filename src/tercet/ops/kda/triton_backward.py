@@ -15,9 +15,11 @@ the names of `triton_prepare`
 
     dG_r = X dX + Y dY − K⁻ dK⁻ − K̂ dK̂      dg_t = Σ_{r ≥ t} dG_r + Σ_r K̂ dK̂ + γ_C Σ_v S D
 
-and finally the gate, norm and sigmoid backwards. Without a floor on the gate, where 1/Γ does not exist, E and F go
-through `triton_gate` instead, and dg is summed from terms that each hold the decay of g. Sums over tokens leave as one
-partial a tile and are added in a fixed order, so two runs agree to the bit.
+and finally the gate, norm and sigmoid backwards. X, Y and K⁻ enter dG as they were rounded for the products: what two
+tokens of a tile do to each other then cancels there to the last bit, as in exact arithmetic. Without states from before
+that is most of dz, and rounding each side by itself costs a digit. Without a floor on the gate, where 1/Γ does not
+exist, E and F go through `triton_gate` instead, and dg is summed from terms that each hold the decay of g. Sums over
+tokens leave as one partial a tile and are added in a fixed order, so two runs agree to the bit.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from tercet.ops.kda.triton_math import (
     narrow,
     power,
     reciprocal,
+    rounded,
     sigmoid,
     sums_down,
     sums_up,
@@ -95,7 +98,7 @@ def rebuild_states(
         w_CK = tl.load(wide + index * (2 * C * K) + C * K + r[:, None] * K + key[None, :])
         k_hat_CK = tl.load(k_hat + index * (C * K) + r[:, None] * K + key[None, :])
         inverse_CC = tl.load(small + index * (5 * C * C) + C * C + r[:, None] * C + r[None, :])
-        beta_C = tl.load(write + index * C + r)
+        beta_C = tl.load(write + index * (3 * C) + r)
         decay_K = tl.load(decay + index * K + key)
         position = step * C + r
         token = token0 + position
@@ -178,13 +181,14 @@ def walk_back(
         matrices = small + index * (5 * C * C) + r[:, None] * C
         solves_CP = tl.load(matrices + (2 + pair[None, :] // C) * (C * C) + pair[None, :] % C)
         A_CC = tl.load(matrices + 4 * C * C + r[None, :])
-        beta_C = tl.load(write + index * C + r)
+        beta_C = tl.load(write + index * (3 * C) + r)
         decay_K = tl.load(decay + index * K + key)
         position = step * C + r
         token = token0 + position
         inside = position[None, :] < length
         d_o_VC = tl.load(d_o + token[None, :] * stride_ot + head * stride_oh + value[:, None], mask=inside, other=0.0)
         slot = (tile - tile_low).to(tl.int64) * H + head
+        e_VC = tl.load(errors + slot * (C * V) + r[None, :] * V + value[:, None])
         tl.store(adjoints + slot * (V * K) + matrix, narrow(D_VK * grow).to(adjoints.dtype.element_ty))
         d_o16 = (d_o_VC.to(tl.float32) * shrink).to(tl.float16)
         high, low = halves(D_VK)
@@ -202,13 +206,67 @@ def walk_back(
         d_v_VC, d_y_VC = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), (0, 2, 1)))
         out = token[None, :] * (H * V) + head * V + value[:, None]
         tl.store(d_v + out, d_v_VC.to(d_v.dtype.element_ty), mask=inside)
-        e_VC = tl.load(errors + slot * (C * V) + r[None, :] * V + value[:, None]).to(tl.float32)
         share = (split * tiles_total + tile).to(tl.int64) * H + head
-        tl.store(d_write + share * C + r, tl.sum(d_y_VC * e_VC, 0))
+        tl.store(d_write + share * C + r, tl.sum(d_y_VC * e_VC.to(tl.float32), 0))
     if before == -1:
         tl.store(d_initial + sequence.to(tl.int64) * (H * V * K) + place, D_VK * grow)
     elif first == tile_low:  # inside of a slab another program reads that slot now
         tl.store(ends + before.to(tl.int64) * (H * V * K) + place, D_VK * grow)
+
+
+@triton.jit
+def state_products(
+    states,
+    adjoints,
+    errors,
+    d_o,
+    d_v,
+    slot,
+    token0,
+    r,
+    inside,
+    beta_C,
+    key,
+    head,
+    stride_ot,
+    stride_oh,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    C: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Return dO Sᵀ, −dV Sᵀ, u Dᵀ, E, F and Σ_v S D of one tile.
+
+    S and D pass through shared memory in blocks of BV value channels, and from there straight into the products.
+    """
+    row, col = r[:, None], r[None, :]
+    d_Y = tl.zeros([C, K], tl.float32)
+    d_X = tl.zeros([C, K], tl.float32)
+    d_k_hat = tl.zeros([C, K], tl.float32)
+    both = tl.zeros([C, K], tl.float32)
+    E_CC = tl.zeros([C, C], tl.float32)
+    F_CC = tl.zeros([C, C], tl.float32)
+    ones = narrow(tl.where(row == 0, 1.0, 0.0) + tl.zeros([C, BV], tl.float32))
+    for block in tl.range(0, V, BV, num_stages=STAGES):
+        value = block + tl.arange(0, BV)
+        matrix = slot * (V * K) + value[:, None] * K + key[None, :]
+        S_dot = narrow(tl.load(states + matrix))
+        D_dot = narrow(tl.load(adjoints + matrix))
+        e_dot = narrow(tl.load(errors + slot * (C * V) + row * V + value[None, :]))
+        d_o_dot = narrow(load_rows(d_o, token0, r, value, head, stride_ot, stride_oh, inside, 0.0))
+        d_v_dot = narrow(load_rows(d_v, token0, r, value, head, H * V, V, inside, 0.0))
+        d_k_hat = tl.dot(e_dot, D_dot, d_k_hat)
+        d_Y = tl.dot(d_o_dot, S_dot, d_Y)
+        d_X = tl.dot(d_v_dot, S_dot, d_X)
+        e_right = tl.trans(e_dot)
+        E_CC = tl.dot(d_v_dot, e_right, E_CC)
+        F_CC = tl.dot(d_o_dot, e_right, F_CC)
+        both = tl.dot(ones, narrow(S_dot * D_dot), both)
+    E_CC = tl.where(row > col, -E_CC * beta_C[None, :], 0.0)
+    F_CC = tl.where(row >= col, F_CC * beta_C[None, :], 0.0)
+    return d_Y, -d_X, d_k_hat * beta_C[:, None], E_CC, F_CC, tl.sum(both, 0)
 
 
 @fitted
@@ -226,6 +284,7 @@ def tile_gradients(
     adjoints,
     errors,
     write,
+    decay,
     d_q,
     d_k,
     d_z,
@@ -246,6 +305,8 @@ def tile_gradients(
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
+    BV: tl.constexpr,
+    STAGES: tl.constexpr,
     BOUNDED: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
@@ -255,69 +316,53 @@ def tile_gradients(
     """
     head = tl.program_id(0) % H
     tile = tile_low + tl.program_id(0) // H
-    token = tl.load(tiles + 3 * tile).to(tl.int64) + tl.arange(0, C)
-    inside = tl.arange(0, C) < tl.load(tiles + 3 * tile + 1)
+    token0 = tl.load(tiles + 3 * tile).to(tl.int64)
+    r = tl.arange(0, C)
+    inside = r < tl.load(tiles + 3 * tile + 1)
     key = tl.arange(0, K)
-    value = tl.arange(0, V)
-    row, col = tl.arange(0, C)[:, None], tl.arange(0, C)[None, :]
+    row, col = r[:, None], r[None, :]
     slot = tl.program_id(0).to(tl.int64)
-    matrix = slot * (V * K) + value[:, None] * K + key[None, :]
-    plane = slot * (C * V) + row * V + value[None, :]
-    S_VK = tl.load(states + matrix)
-    D_VK = tl.load(adjoints + matrix)
-    at_end_K = tl.sum(S_VK.to(tl.float32) * D_VK.to(tl.float32), 0)
-    S_dot = narrow(S_VK)
-    beta_C = tl.load(write + (tile.to(tl.int64) * H + head) * C + tl.arange(0, C))
-    u_dot = narrow(tl.load(errors + plane).to(tl.float32) * beta_C[:, None])
-    d_o_dot = narrow(load_rows(d_o, token, value, head, stride_ot, stride_oh, inside, 0.0))
-    d_v_dot = narrow(load_rows(d_v, token, value, head, H * V, V, inside, 0.0))
-    d_k_hat = tl.dot(u_dot, narrow(D_VK))
-    d_Y = tl.dot(d_o_dot, S_dot)
-    d_X = -tl.dot(d_v_dot, S_dot)
-    u_right = tl.trans(u_dot)
-    E_CC = tl.where(row > col, -tl.dot(d_v_dot, u_right), 0.0)
-    F_CC = tl.where(row >= col, tl.dot(d_o_dot, u_right), 0.0)
-
-    z_CK = load_rows(z, token, key, head, stride_zt, stride_zh, inside, -1e30).to(tl.float32)
+    here = tile.to(tl.int64) * H + head
+    factors = write + here * (3 * C) + r
+    beta_C, q_norm, k_norm = tl.load(factors), tl.load(factors + C), tl.load(factors + 2 * C)
+    z_CK = load_rows(z, token0, r, key, head, stride_zt, stride_zh, inside, -1e30)  # on their way during the products
+    q_CK = load_rows(q, token0, r, key, head, stride_qt, stride_qh, inside, 0.0)
+    k_CK = load_rows(k, token0, r, key, head, stride_kt, stride_kh, inside, 0.0)
+    total_K = tl.load(decay + here * K + key)
+    d_Y, d_X, d_k_hat, E_CC, F_CC, at_end_K = state_products(
+        *(states, adjoints, errors, d_o, d_v, slot, token0, r, inside, beta_C, key, head, stride_ot, stride_oh),
+        *(H, K, V, C, BV, STAGES),
+    )
     slope = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias_K = tl.load(dt_bias + head * K + key).to(tl.float32)
-    biased_CK = z_CK + bias_K[None, :]
+    biased_CK = z_CK.to(tl.float32) + bias_K[None, :]
     if BOUNDED:
         odds_CK = tl.minimum(exp2(-LOG2E * slope * biased_CK), 1e30)
         open_CK = reciprocal(1.0 + odds_CK)
         G_CK = sums_down(floor2 * open_CK, row, col)
-        total_K = exp2(tl.sum(tl.where(row == C - 1, G_CK, 0.0), 0))
         gamma_CK = exp2(G_CK)
     else:
         g_CK = softplus_gate(biased_CK, slope, LOG2E)
         high, low = halves(g_CK)
-        total_K = exp2(tl.sum(g_CK, 0))
         gamma_CK = exp2(sums_where(col <= row, high, low))
 
-    k_raw = load_rows(k, token, key, head, stride_kt, stride_kh, inside, 0.0).to(tl.float32)
-    k_norm = tl.rsqrt(tl.sum(k_raw * k_raw, 1) + 1e-6)
-    k_CK = k_raw * k_norm[:, None]
-    q_raw = load_rows(q, token, key, head, stride_qt, stride_qh, inside, 0.0).to(tl.float32)
-    q_norm = tl.rsqrt(tl.sum(q_raw * q_raw, 1) + 1e-6)
-    q_CK = q_raw * q_norm[:, None]
-    rows = token[:, None] * (H * K) + head * K + key[None, :]
+    k_CK = k_CK.to(tl.float32) * k_norm[:, None]
+    q_CK = q_CK.to(tl.float32) * q_norm[:, None]
+    rows = (token0 * H + head) * K + (row * (H * K) + key[None, :])
     if BOUNDED:
         inverse_gamma = exp2(-G_CK)
-        X_dot = narrow(k_CK * gamma_CK)
-        k_out_dot = narrow(k_CK * inverse_gamma)
-        E_dot = narrow(E_CC)
-        F_dot = narrow(F_CC)
+        X, Y, k_out = rounded(k_CK * gamma_CK), rounded(q_CK * (gamma_CK * scale)), rounded(k_CK * inverse_gamma)
+        X_dot, Y_dot, k_out_dot = narrow(X), narrow(Y), narrow(k_out)
+        E_dot, F_dot = narrow(E_CC), narrow(F_CC)
         d_Y = tl.dot(F_dot, k_out_dot, d_Y)
         d_X = tl.dot(E_dot, k_out_dot, d_X)
-        Y_dot = narrow(q_CK * (gamma_CK * scale))
         d_k_out = tl.dot(tl.trans(F_dot), Y_dot, tl.dot(tl.trans(E_dot), X_dot))
+        d_k_hat = d_k_hat * total_K[None, :]
+        to_end = k_out * d_k_hat
+        d_G = X * d_X + Y * d_Y - k_out * d_k_out - to_end
         d_query = (scale * gamma_CK) * d_Y
-        d_in = gamma_CK * d_X
-        d_k_hat = d_k_hat * (total_K[None, :] * inverse_gamma)
-        d_out = inverse_gamma * d_k_out + d_k_hat
-        d_key = d_in + d_out
-        d_G = k_CK * (d_in - d_out) + q_CK * d_query
-        at_end_K = tl.sum(k_CK * d_k_hat, 0) + total_K * at_end_K
+        d_key = gamma_CK * d_X + inverse_gamma * (d_k_out + d_k_hat)
+        at_end_K = tl.sum(to_end, 0) + total_K * at_end_K
         d_g = sums_up(d_G, row, col) + at_end_K[None, :]
         d_z_CK = d_g * (floor2 / LOG2E * slope) * (odds_CK * open_CK) * open_CK
         slope_terms = d_z_CK * tl.where(inside[:, None], biased_CK, 0.0)
@@ -339,6 +384,5 @@ def tile_gradients(
     d_k_raw = k_norm[:, None] * (d_key - k_CK * tl.sum(k_CK * d_key, 1)[:, None])
     tl.store(d_k + rows, d_k_raw.to(d_k.dtype.element_ty), mask=inside[:, None])
     tl.store(d_z + rows, d_z_CK.to(d_z.dtype.element_ty), mask=inside[:, None])
-    part = tile.to(tl.int64) * H + head
-    tl.store(d_bias + part * K + key, tl.sum(tl.where(inside[:, None], d_z_CK, 0.0), 0))
-    tl.store(d_slope + part, tl.sum(tl.sum(tl.where(inside[:, None], slope_terms, 0.0), 1), 0))
+    tl.store(d_bias + here * K + key, tl.sum(tl.where(inside[:, None], d_z_CK, 0.0), 0))
+    tl.store(d_slope + here, tl.sum(tl.sum(tl.where(inside[:, None], slope_terms, 0.0), 1), 0))

@@ -148,7 +148,7 @@ def fold_back(
         q_CK = tl.load(plane)
         w_CK = tl.load(plane + C * K)
         k_hat_CK = tl.load(k_hat + index * (C * K) + r[:, None] * K + key[None, :])
-        beta_C = tl.load(write + index * C + r)
+        beta_C = tl.load(write + index * (3 * C) + r)
         decay_K = tl.load(decay + index * K + key)
         position = step * C + r
         token = token0 + position

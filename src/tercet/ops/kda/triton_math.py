@@ -52,6 +52,12 @@ else:
 
 
 @triton.jit
+def rounded(x):
+    """Round to the nearest bf16 but stay in fp32: a pair of conversions takes several times as long."""
+    return ((x.to(tl.uint32, bitcast=True) + 0x8000) & 0xFFFF0000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def sigmoid(x, LOG2E: tl.constexpr):
     """σ(x) in fp32; exact 0 and 1 in the limits."""
     return reciprocal(1.0 + exp2(-LOG2E * x))
@@ -90,13 +96,12 @@ def _product(a_high, a_low, b_high, b_low):
 
 
 @triton.jit
-def _join_blocks(X, L, row, col, SIZE: tl.constexpr):
-    """From inverses of diagonal blocks of SIZE to those of 2·SIZE: the new corner is −X₂ L₂₁ X₁."""
+def _join_blocks(X, L_high, L_low, row, col, SIZE: tl.constexpr):
+    """From inverses of diagonal blocks of SIZE to those of 2·SIZE: the new corner is −X₂ L₂₁ X₁, a part of −X L X."""
     corner = (row // (2 * SIZE) == col // (2 * SIZE)) & (row // SIZE > col // SIZE)
-    L_high, L_low = halves(tl.where(corner, L, 0.0))
     X_high, X_low = halves(X)
     inner_high, inner_low = halves(_product(X_high, X_low, L_high, L_low))
-    return X - _product(inner_high, inner_low, X_high, X_low)
+    return X - tl.where(corner, _product(inner_high, inner_low, X_high, X_low), 0.0)
 
 
 @triton.jit
@@ -107,10 +112,12 @@ def unit_lower_inverse(L, row, col):
     nothing can overflow or cancel. The shorter doubling product ``(I−L)(I+L²)(I+L⁴)(I+L⁸)`` has neither property:
     with identical keys |L⁸| passes 3000.
     """
+    L_high, L_low = halves(L)
     X = tl.where(row == col, 1.0, 0.0) - tl.where((row // 2 == col // 2) & (row > col), L, 0.0)
-    X = _join_blocks(X, L, row, col, 2)
-    X = _join_blocks(X, L, row, col, 4)
-    return _join_blocks(X, L, row, col, 8)
+    X = _join_blocks(X, L_high, L_low, row, col, 2)
+    X = _join_blocks(X, L_high, L_low, row, col, 4)
+    X = _join_blocks(X, L_high, L_low, row, col, 8)
+    return X
 
 
 @triton.jit
@@ -130,9 +137,9 @@ def sums_down(x, row, col):
 @triton.jit
 def wide_sums_where(mask, x):
     """Do as `sums_where` for a block of any range (16 bits, in two bf16 halves)."""
-    high = narrow(x)
+    high = rounded(x)
     ones = narrow(tl.where(mask, 1.0, 0.0))
-    return tl.dot(ones, narrow(x - high.to(tl.float32)), tl.dot(ones, high))
+    return tl.dot(ones, narrow(x - high), tl.dot(ones, narrow(high)))
 
 
 @triton.jit

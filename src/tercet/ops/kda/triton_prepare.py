@@ -30,10 +30,13 @@ from tercet.ops.kda.triton_math import exp2, halves, narrow, reciprocal, sigmoid
 
 
 @triton.jit
-def load_rows(pointer, token, channel, head, stride_token, stride_head, inside, OTHER: tl.constexpr):
-    """Load ``[C, D]`` rows of one head; rows outside the sequence are OTHER."""
-    rows = pointer + (token[:, None] * stride_token + head * stride_head)
-    return tl.load(rows + channel[None, :], mask=inside[:, None], other=OTHER)
+def load_rows(pointer, token0, r, channel, head, stride_token, stride_head, inside, OTHER: tl.constexpr):
+    """Load ``[C, D]`` rows of one head from *token0* on; rows outside the sequence are OTHER.
+
+    Only the first row's address takes 64-bit arithmetic, once a program.
+    """
+    rows = pointer + (token0 * stride_token + head * stride_head)
+    return tl.load(rows + (r[:, None] * stride_token + channel[None, :]), mask=inside[:, None], other=OTHER)
 
 
 @triton.jit
@@ -84,7 +87,8 @@ def prepare_tile(
     """Write the workspace of one (head, tile) and raise the sequence's largest ``|v|``.
 
     ``wide [X, H, 2, C, K]`` holds Q' and −W, ``small [X, H, 2, C, C]`` B and INV, ``decay [X, H, K]`` γ_C. With SAVE
-    the second plane of wide is −W/β, small is ``[X, H, 5, C, C]``: B, INV/β, INV, (I + β L₀)⁻¹, A, and write is β.
+    the second plane of wide is −W/β, small is ``[X, H, 5, C, C]``: B, INV/β, INV, (I + β L₀)⁻¹, A,
+    and ``write [X, H, 3, C]`` holds β and the reciprocal norms of q and k.
     """
     head = tl.program_id(0) % H  # one axis: the second of a grid ends at 65,535
     tile = tl.program_id(0) // H
@@ -97,17 +101,18 @@ def prepare_tile(
         channel = tl.max_contiguous(channel, VECTOR)
     row, col = r[:, None], r[None, :]
     inside = r < count
-    token = token0 + r
-    q_CK = load_rows(q, token, channel, head, stride_qt, stride_qh, inside, 0.0).to(tl.float32)
-    k_CK = load_rows(k, token, channel, head, stride_kt, stride_kh, inside, 0.0).to(tl.float32)
-    z_CK = load_rows(z, token, channel, head, stride_zt, stride_zh, inside, -1e30)
-    b_C = tl.load(b + token * stride_bt + head, mask=inside, other=-1e30).to(tl.float32)
-    v_CV = load_rows(v, token, tl.arange(0, V), head, stride_vt, stride_vh, inside, 0.0)
+    q_CK = load_rows(q, token0, r, channel, head, stride_qt, stride_qh, inside, 0.0).to(tl.float32)
+    k_CK = load_rows(k, token0, r, channel, head, stride_kt, stride_kh, inside, 0.0).to(tl.float32)
+    z_CK = load_rows(z, token0, r, channel, head, stride_zt, stride_zh, inside, -1e30)
+    b_C = tl.load(b + (token0 * stride_bt + head) + r * stride_bt, mask=inside, other=-1e30).to(tl.float32)
+    v_CV = load_rows(v, token0, r, tl.arange(0, V), head, stride_vt, stride_vh, inside, 0.0)
     largest = tl.max(tl.max(tl.abs(v_CV.to(tl.float32)), 1), 0)
     tl.atomic_max(v_max + sequence * H + head, largest.to(tl.int32, bitcast=True), sem="relaxed")
 
-    q_CK = q_CK * (tl.rsqrt(tl.sum(q_CK * q_CK, 1) + 1e-6) * scale)[:, None]
-    k_CK = k_CK * tl.rsqrt(tl.sum(k_CK * k_CK, 1) + 1e-6)[:, None]
+    q_norm_C = tl.rsqrt(tl.sum(q_CK * q_CK, 1) + 1e-6)
+    k_norm_C = tl.rsqrt(tl.sum(k_CK * k_CK, 1) + 1e-6)
+    q_CK = q_CK * (q_norm_C * scale)[:, None]
+    k_CK = k_CK * k_norm_C[:, None]
     beta_C = sigmoid(b_C, LOG2E)
     if BOUNDED:
         G_CK = tl.cumsum(gate_rows(z_CK, A_log, dt_bias, head, channel, floor2, K, LOG2E), 0)
@@ -142,16 +147,19 @@ def prepare_tile(
     A = A.to(tl.float16)
     B = tl.dot(A, solve).to(tl.float16)
     k_gamma16 = k_gamma.to(tl.float16)
-    out = wide + here * (2 * C * K) + row * K + channel[None, :]
-    tl.store(out, (q_gamma - tl.dot(B, k_gamma16)).to(tl.float16))
-    tl.store(out + C * K, -tl.dot(inverse if SAVE else solve, k_gamma16).to(tl.float16))
     matrices: tl.constexpr = 5 if SAVE else 2
     out = small + here * (matrices * C * C) + row * C + col
     tl.store(out, B)
     tl.store(out + C * C, inverse if SAVE else solve)
-    if SAVE:
+    if SAVE:  # before the wide products: the compiler spreads all products over warps as the last one wants it
         other_side = tl.where(row == col, 1.0, 0.0) - tl.dot(solve, L.to(tl.float16))
         tl.store(out + 2 * C * C, solve)
         tl.store(out + 3 * C * C, other_side.to(tl.float16))
         tl.store(out + 4 * C * C, A)
-        tl.store(write + here * C + r, beta_C)
+        factors = write + here * (3 * C) + r
+        tl.store(factors, beta_C)
+        tl.store(factors + C, q_norm_C)
+        tl.store(factors + 2 * C, k_norm_C)
+    out = wide + here * (2 * C * K) + row * K + channel[None, :]
+    tl.store(out, (q_gamma - tl.dot(B, k_gamma16)).to(tl.float16))
+    tl.store(out + C * K, -tl.dot(inverse if SAVE else solve, k_gamma16).to(tl.float16))
