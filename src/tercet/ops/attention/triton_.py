@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tercet.ops.attention import hopper
 from tercet.ops.attention.triton_backward import delta_kernel, key_kernel, query_kernel
 from tercet.ops.attention.triton_forward import forward_kernel
 from tercet.ops.gpu import dense, float_refusal, operand_type, operator
 
 WIDTHS = (16, 32, 64, 128)
+SLOT = 64
+"""What a backward pass needs of every query lies in slots: tokens in order, each sequence from a multiple of it on."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ def _tiles(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     Long sequences come first, so that the programs that start last are short.
     """
     length = torch.tensor(lengths, dtype=torch.int64)
-    start, room = length.cumsum(0) - length, (length + 15) // 16 * 16
+    start, room = length.cumsum(0) - length, (length + SLOT - 1) // SLOT * SLOT
     slot = room.cumsum(0) - room
     order = torch.argsort(length, descending=True, stable=True)
     length, start, slot = length[order], start[order], slot[order]
@@ -75,6 +78,10 @@ def _tiles(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     table = torch.stack([start, length, first, count, slot, pairs.cumsum(0) - pairs], dim=1)
     table = table.repeat_interleave(count, dim=0)
     return table.to(device=device, dtype=torch.int32)
+
+
+def _gluon(q: Tensor, widths: dict[str, Any]) -> bool:
+    return _launches(q.dtype, q.device) is HOPPER and hopper.takes(q, widths["D"], widths["R"], widths["V"])
 
 
 def _rows(k_pe: Tensor) -> Tensor:
@@ -121,11 +128,19 @@ def _constants(launch: Launch, widths: dict[str, Any]) -> dict[str, Any]:
 
 @operator(
     "tercet::mla_attention",
-    schema="(Tensor q, Tensor kv, Tensor k_pe, float scale, int slots, Tensor tiles, Tensor query_tiles,"
+    schema="(Tensor q, Tensor kv, Tensor k_pe, float scale, int slots, int pairs, Tensor tiles, Tensor query_tiles,"
     " Tensor key_tiles) -> (Tensor, Tensor, Tensor)",
 )
 def _forward(
-    q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, slots: int, tiles: Tensor, query_tiles: Tensor, key_tiles: Tensor
+    q: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    scale: float,
+    slots: int,
+    pairs: int,
+    tiles: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, kv, pe = dense(q).flatten(0, 1), dense(kv).flatten(0, 1), _rows(k_pe)
     T, H = q.shape[:2]
@@ -134,7 +149,9 @@ def _forward(
     lse = torch.empty(H, slots, dtype=torch.float32, device=q.device)
     row_max = torch.empty(H, T, dtype=torch.float32, device=q.device)
     launch = _launches(q.dtype, q.device).forward
-    if T:
+    if T and _gluon(q, widths):
+        hopper.forward(q, kv, pe, scale, tiles, out, lse, row_max)
+    elif T:
         matrices = ((kv, widths["D"]), (kv, widths["V"]), (pe, widths["R"]))
         forward_kernel[(len(tiles) * H,)](
             q, kv, pe, *(_matrix(x, launch.keys, width, launch.bulk) for x, width in matrices),
@@ -145,7 +162,15 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, slots: int, tiles: Tensor, query_tiles: Tensor, key_tiles: Tensor
+    q: Tensor,
+    kv: Tensor,
+    k_pe: Tensor,
+    scale: float,
+    slots: int,
+    pairs: int,
+    tiles: Tensor,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, width = q.shape
     V = kv.shape[-1] - (width - k_pe.shape[-1])
@@ -155,8 +180,8 @@ def _(
 
 @operator(
     "tercet::mla_attention_backward",
-    schema="(Tensor grad, Tensor q, Tensor kv, Tensor k_pe, Tensor out, Tensor lse, float scale, Tensor query_tiles,"
-    " Tensor key_tiles) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor grad, Tensor q, Tensor kv, Tensor k_pe, Tensor out, Tensor lse, float scale, int pairs,"
+    " Tensor query_tiles, Tensor key_tiles) -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
     grad: Tensor,
@@ -166,15 +191,38 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    pairs: int,
     query_tiles: Tensor,
     key_tiles: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, kv = dense(q), dense(kv)
     d_q, d_kv = torch.empty_like(q), torch.empty_like(kv)
     q, kv, pe, grad = q.flatten(0, 1), kv.flatten(0, 1), _rows(k_pe), dense(grad).flatten(0, 1)
-    T, H = q.shape[:2]
-    if not T:
+    if not len(q):
         return d_q, d_kv, torch.zeros_like(k_pe)
+    widths = _widths(q, kv, pe)
+    if _gluon(q, widths) and hopper.fits(pairs):
+        d_pe = hopper.backward(grad, q, kv, pe, out, lse, scale, pairs, key_tiles, d_q, d_kv)
+    else:
+        d_pe = _two_passes(grad, q, kv, pe, out, lse, scale, query_tiles, key_tiles, d_q, d_kv)
+    return d_q, d_kv, d_pe.sum(0).to(k_pe.dtype).view(k_pe.shape)
+
+
+def _two_passes(
+    grad: Tensor,
+    q: Tensor,
+    kv: Tensor,
+    pe: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    query_tiles: Tensor,
+    key_tiles: Tensor,
+    d_q: Tensor,
+    d_kv: Tensor,
+) -> Tensor:
+    """Fill *d_q* and *d_kv*, and return the shared keys' gradient of every head, ``[H, T, R]`` fp32."""
+    T, H = q.shape[:2]
     widths = _widths(q, kv, pe)
     D, R, V = (widths[name] for name in ("D", "R", "V"))
     launches = _launches(q.dtype, q.device)
@@ -192,7 +240,7 @@ def _backward(
         lse, delta, *(_vector(x, launch.queries, launch.bulk) for x in (lse, delta)), d_kv, d_pe, key_tiles,
         T, H, slots, pe.stride(0), scale, STAGES=launch.stages, **_constants(launch, widths),
     )  # fmt: skip
-    return d_q, d_kv, d_pe.sum(0).to(k_pe.dtype).view(k_pe.shape)
+    return d_pe
 
 
 @_backward.register_fake
@@ -204,6 +252,7 @@ def _(
     out: Tensor,
     lse: Tensor,
     scale: float,
+    pairs: int,
     query_tiles: Tensor,
     key_tiles: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -211,7 +260,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, kv, k_pe, ctx.scale, _, _, query_tiles, key_tiles = inputs
+    q, kv, k_pe, ctx.scale, _, ctx.pairs, _, query_tiles, key_tiles = inputs
     out, lse, row_max = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, row_max)
@@ -220,7 +269,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     *tensors, query_tiles, key_tiles = ctx.saved_tensors
-    return *_backward(grad, *tensors, ctx.scale, query_tiles, key_tiles), None, None, None, None, None
+    return *_backward(grad, *tensors, ctx.scale, ctx.pairs, query_tiles, key_tiles), *(None,) * 6
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -246,6 +295,8 @@ def call(q: Tensor, kv: Tensor, k_pe: Tensor, *, scale: float, lengths: tuple[in
     """See `tercet.ops.attention.mla_attention`."""
     launches = _launches(q.dtype, q.device)
     sizes = launches.forward.queries, launches.query.queries, launches.key.keys
-    slots = sum(-(-n // 16) * 16 for n in lengths)
-    out, _, row_max = _forward(q, kv, k_pe, scale, slots, *(_tiles(lengths, size, q.device) for size in sizes))
+    slots = sum(-(-n // SLOT) * SLOT for n in lengths)
+    counts = [-(-n // launches.key.keys) for n in lengths]
+    pairs = sum(n * (n + 1) // 2 for n in counts)
+    out, _, row_max = _forward(q, kv, k_pe, scale, slots, pairs, *(_tiles(lengths, size, q.device) for size in sizes))
     return out, row_max
