@@ -18,10 +18,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from tercet.ops.attention.triton_forward import locate
 
-QUERIES = 64
-"""Rows of a warp group's products."""
-REGISTERS = gl.constexpr((240, 24))
-"""Registers a thread of the second consumer (the first takes the rest) and of the copying group."""
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # its name changed between Triton 3.6 and 3.7
 
 
@@ -146,7 +142,7 @@ def _attend(
     to_M = m0 + GROUP * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, OUT))
     column_V = gl.arange(0, V, layout=gl.SliceLayout(0, OUT))
     address = ((start + to_M).to(gl.int64) * H + head)[:, None] * V + column_V[None, :]
-    o_MV = o_MV / gl.convert_layout(total_M, gl.SliceLayout(1, OUT))[:, None]
+    o_MV = o_MV * gl.convert_layout(1.0 / total_M, gl.SliceLayout(1, OUT))[:, None]
     gl.store(out + address, o_MV, mask=(to_M < length)[:, None])
 
 
