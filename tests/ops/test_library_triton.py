@@ -33,7 +33,7 @@ def expert_inputs():
 
 def attention_inputs():
     q, kv, k_pe = leaf(1, 5, 2, 32), leaf(1, 5, 2, 48), leaf(1, 5, 16)
-    return q, kv, k_pe, 0.3, 32, *[attention._tiles((2, 3), 32, q.device)] * 3
+    return q, kv, k_pe, 0.3, 128, 2, *[attention._tiles((2, 3), 32, q.device)] * 3
 
 
 CASES = {
