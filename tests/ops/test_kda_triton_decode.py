@@ -19,7 +19,8 @@ PREFILL = 1e-5 if INTERPRETED else 5e-3  # compiled, prefill multiplies fp16 til
 
 @pytest.fixture(autouse=True, params=[4, WIDTH], ids=["tiles", "one tile"])
 def _tiles_of_a_head(request, monkeypatch):
-    monkeypatch.setattr(triton_decode, "_ROWS", request.param)
+    for options in (triton_decode.ONE, triton_decode.WINDOW):
+        monkeypatch.setitem(options, "ROWS", request.param)
 
 
 def parameters():

@@ -1,11 +1,11 @@
 """KDA decode in one launch a layer: short convolution, SiLU, L2 norm, gate, recurrence, output norm and output gate.
 
 A program owns one head of one request. The state ``[V, K]`` is read once and written once (64 KiB a head each way in
-fp32), which is the cost, and everything else rides along: it passes through the program in tiles of `_ROWS` value
-channels that run ahead through shared memory, while registers hold only the tile in work. So four programs share a
+fp32), which is the cost, and everything else rides along: the state passes through the program in tiles of value
+channels that run ahead through shared memory, while registers hold only the tile in work. So five programs share a
 multiprocessor, some of which always load while others compute, and since a program sees the whole head it norms and
 gates the output by itself. (Two programs a head, each with half a state in registers, wait for each other at the end:
-a fence behind 32 KiB of stores, which cost a sixth of the time.)
+a fence behind 32 KiB of stores, which cost a tenth of the time.)
 
 A window of more than one token serves speculative decoding: the state is written after the first `commit` tokens only,
 and the rest of the window continues from it on chip. That is replay: the next call feeds the accepted tokens again, and
@@ -27,8 +27,6 @@ from tercet.ops.kda.triton_gate import softplus_gate
 from tercet.ops.kda.triton_math import LOG2E, exp2, sigmoid
 
 WIDTHS = (16, 32, 64, 128)
-_ROWS = 32
-"""Value channels of a tile of the state."""
 
 
 @triton.jit
@@ -150,15 +148,14 @@ def decode_window(
     null_slot,
     H: tl.constexpr,
     D: tl.constexpr,
-    BV: tl.constexpr,
+    ROWS: tl.constexpr,
     W: tl.constexpr,
     STAGES: tl.constexpr,
     BOUNDED: tl.constexpr,
-    HAS_COMMITS: tl.constexpr,
-    HAS_COPIES: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
     """Run the window of one (head, request); see the module. Rows are contiguous ``[B, W, H, D]``."""
+    BV: tl.constexpr = ROWS if ROWS < D else D
     head, request = tl.program_id(0), tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, D)
     channel = head * D + lane
@@ -175,8 +172,8 @@ def decode_window(
     v_old = _history(conv_state, at + 2 * stride_conv_part, stride_conv_row)
     before = (q_old, k_old, v_old)
     gates = (tl.exp(tl.load(A_log + head).to(tl.float32)), tl.load(dt_bias + channel).to(tl.float32), floor2)
-    commit = tl.load(commits + request) if HAS_COMMITS else W
-    copy = tl.load(copies + request).to(tl.int64) if HAS_COPIES else tl.full([], -1, tl.int64)
+    commit = tl.load(commits + request) if commits is not None else W
+    copy = tl.load(copies + request).to(tl.int64) if copies is not None else tl.full([], -1, tl.int64)
     inputs, weights = (q, k, v, z, b), (q_weight, k_weight, v_weight)
     logit = request * (W * H) + head
     kept = before
@@ -227,9 +224,11 @@ def decode_window(
             _keep_rows(conv_state, to, stride_conv_row, stride_conv_part, kept)
 
 
-DECODE = {"STAGES": 3, "num_warps": 4, "maxnreg": 128}
-"""Two tiles of 16 KiB under way in each of the four programs that 128 registers a thread let onto a multiprocessor;
-deeper pipelines are no faster on an H200. Without the limit two programs of a longer window would fit."""
+ONE = {"ROWS": 16, "STAGES": 5, "num_warps": 4, "maxnreg": 96}
+"""One token: four tiles of 8 KiB under way in each of the five programs that 96 registers a thread let onto a
+multiprocessor. More in flight makes an H200's memory slower, not faster."""
+WINDOW = {"ROWS": 32, "STAGES": 1, "num_warps": 4, "maxnreg": 128}
+"""Several tokens: work on a tile outweighs its transfer, and a larger tile reads the tokens less often."""
 
 
 def declines(
@@ -293,10 +292,9 @@ def call(
         *(*state.stride()[:2], *conv_state.stride()[:4], scale, (lower_bound or 0.0) * LOG2E, eps, null_slot),
         H=H,
         D=D,
-        BV=min(D, _ROWS),
         W=W,
         BOUNDED=lower_bound is not None,
         LOG2E=LOG2E,
-        **{"HAS_COMMITS": commits is not None, "HAS_COPIES": copies is not None, **DECODE},
+        **(ONE if W == 1 else WINDOW),
     )
     return o
