@@ -26,8 +26,8 @@ from tercet.ops.packing import sequence_lengths
 
 WIDTHS = (16, 32, 64, 128)
 """Key and value widths the kernels are built for."""
-PREPARE = {"VECTOR": 0, "num_warps": 2}
-WALK = {"STAGES": 5, "num_warps": 4}
+PREPARE = {"VECTOR": 0, "num_warps": 2, "maxnreg": 168}
+WALK = {"STAGES": 4, "num_warps": 4}
 WALK_BACK = {"STAGES": 3, "num_warps": 4}
 GRADIENTS = {"BV": 32, "STAGES": 3, "num_warps": 4}
 

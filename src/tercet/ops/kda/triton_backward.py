@@ -188,7 +188,6 @@ def walk_back(
         inside = position[None, :] < length
         d_o_VC = tl.load(d_o + token[None, :] * stride_ot + head * stride_oh + value[:, None], mask=inside, other=0.0)
         slot = (tile - tile_low).to(tl.int64) * H + head
-        e_VC = tl.load(errors + slot * (C * V) + r[None, :] * V + value[:, None])
         tl.store(adjoints + slot * (V * K) + matrix, narrow(D_VK * grow).to(adjoints.dtype.element_ty))
         d_o16 = (d_o_VC.to(tl.float32) * shrink).to(tl.float16)
         high, low = halves(D_VK)
@@ -206,8 +205,9 @@ def walk_back(
         d_v_VC, d_y_VC = tl.split(tl.permute(tl.reshape(both, [BV, 2, C]), (0, 2, 1)))
         out = token[None, :] * (H * V) + head * V + value[:, None]
         tl.store(d_v + out, d_v_VC.to(d_v.dtype.element_ty), mask=inside)
+        e_VC = tl.load(errors + slot * (C * V) + r[None, :] * V + value[:, None]).to(tl.float32)
         share = (split * tiles_total + tile).to(tl.int64) * H + head
-        tl.store(d_write + share * C + r, tl.sum(d_y_VC * e_VC.to(tl.float32), 0))
+        tl.store(d_write + share * C + r, tl.sum(d_y_VC * e_VC, 0))
     if before == -1:
         tl.store(d_initial + sequence.to(tl.int64) * (H * V * K) + place, D_VK * grow)
     elif first == tile_low:  # inside of a slab another program reads that slot now
