@@ -5,7 +5,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from tercet.ops.accumulate import triton_ as accumulate
 from tercet.ops.attention import triton_ as attention
 from tercet.ops.attn_res import triton_ as attn_res
 from tercet.ops.conv import triton_ as conv
@@ -37,7 +36,6 @@ def attention_inputs():
 
 
 CASES = {
-    "accumulate": (accumulate._accumulate, lambda: (torch.zeros(5), torch.randn(5).bfloat16(), 0.5)),
     "mla_attention": (attention._forward, attention_inputs),
     "sigmoid_gate": (gate._gate, lambda: (leaf(1, 3, 2, 4), leaf(1, 3, 8), torch.float32)),
     "attn_res": (attn_res._forward, lambda: ([leaf(2, 8), leaf(2, 8)], leaf(8), leaf(8), None, 1e-5, 0.0)),

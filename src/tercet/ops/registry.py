@@ -44,6 +44,14 @@ def use_tier(tier: Tier | None) -> Iterator[None]:
         _forced.reset(token)
 
 
+def _on_gpu(args: tuple) -> bool:
+    """Whether the first tensor is on a CUDA device."""
+    for a in args:
+        if isinstance(a, torch.Tensor):
+            return a.device.type == "cuda"
+    return False
+
+
 @dataclass
 class Operator:
     """One operator with its tiers.
@@ -77,9 +85,11 @@ class Operator:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator on the tier chosen for these inputs."""
         forced = _forced.get()
+        if forced is None:
+            return self._implementation(self._automatic(args, kwargs))(*args, **kwargs)
         if forced == "torch":
             return self._implementation(self._general)(*args, **kwargs)
-        if forced is not None and forced in self.tiers():
+        if forced in self.tiers():
             if forced == "triton" and (reason := self._triton_refusal(args, kwargs)):
                 raise UnsupportedError(f"{self.name}: the triton tier declines: {reason}")
             return self._implementation(forced)(*args, **kwargs)
@@ -92,8 +102,7 @@ class Operator:
 
     def _automatic(self, args: tuple, kwargs: dict) -> Tier:
         general = self._general
-        tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
-        if self.triton_module is None or tensor is None or tensor.device.type != "cuda":
+        if self.triton_module is None or not _on_gpu(args):
             return general
         reason = self._triton_refusal(args, kwargs)
         if reason is None:
@@ -112,8 +121,7 @@ class Operator:
             module = self._load_triton()
         except ImportError as error:
             return f"triton cannot be imported ({error})"
-        tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
-        if tensor is not None and tensor.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        if not _on_gpu(args) and os.environ.get("TRITON_INTERPRET") != "1":
             return "the tensors are on the CPU and TRITON_INTERPRET is not 1"
         return module.declines(*args, **kwargs)
 

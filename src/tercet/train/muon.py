@@ -139,10 +139,12 @@ def muon_step(
         updates = newton_schulz(blocks, method=config.ns)
         size = config.update_rms * stack.cols**0.5
         position = 0
+        targets, steps = [], []
         for piece in stack.pieces:
-            update = _as_piece(updates[position : position + piece.count], piece)
-            accumulate(piece.of(weights[piece.parameter]), update, scale=-lr * size)
+            targets.append(piece.of(weights[piece.parameter]))
+            steps.append(_as_piece(updates[position : position + piece.count], piece))
             position += piece.count
+        accumulate(targets, steps, scale=-lr * size)
         squares += (size * torch.linalg.vector_norm(updates, dtype=squares.dtype)) ** 2
         elements += updates.numel()
     return float((squares / elements).sqrt())

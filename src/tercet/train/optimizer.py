@@ -149,6 +149,7 @@ class Optimizer:
 
         Parameters that are fp32 themselves accumulate in ``.grad``, as autograd does.
         """
+        totals, parts = [], []
         for slot in self._slots.values():
             gradient = slot.parameter.grad
             if gradient is None or not slot.narrow:
@@ -156,8 +157,10 @@ class Optimizer:
             if slot.gradient is None:
                 slot.gradient = gradient.to(_wide(gradient.dtype))
             else:
-                accumulate(slot.gradient, gradient)
+                totals.append(slot.gradient)
+                parts.append(gradient)
             slot.parameter.grad = None
+        accumulate(totals, parts)
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
