@@ -168,6 +168,25 @@ def test_K17_mixed_acceptance_and_copies():
     assert torch.equal(after[1], after[2])
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_slot_past_2_31_elements():
+    last = 2**31 // (HEADS * WIDTH * WIDTH) + 1
+    settings, inputs = parameters(), rows(1, 2)
+    state = torch.zeros(last + 1, HEADS, WIDTH, WIDTH, dtype=torch.bfloat16)
+    tail = torch.zeros(last + 1, 3, 3, HEADS, WIDTH, dtype=torch.bfloat16)
+    state[last], tail[last] = torch.randn(state.shape[1:]), torch.randn(tail.shape[1:])
+    alone = state[last:].clone(), tail[last:].clone()
+    outputs = []
+    for pool, slot in (((state, tail), last), (alone, 0)):
+        slots = torch.tensor([slot], dtype=torch.int32)
+        outputs.append(kda_decode(*inputs, state=pool[0], conv_state=pool[1], slots=slots, **settings))
+    assert torch.equal(*outputs)
+    assert torch.equal(state[last], alone[0][0])
+    assert torch.equal(tail[last], alone[1][0])
+    assert not state[:8].any()
+
+
 def test_bad_shapes_and_widths():
     _, state, tail = pools(2)
     inputs, slots = rows(1, 1), torch.zeros(1, dtype=torch.int32)
