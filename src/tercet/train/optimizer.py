@@ -199,9 +199,9 @@ class Optimizer:
         if norms["all"] > self.config.grad_clip:
             torch._foreach_mul_(gradients, self.config.grad_clip / norms["all"])
         update_rms = self._update(mine, lr)
-        for slot in mine:
-            if slot.has_master:
-                slot.parameter.copy_(slot.weight)
+        copied = [slot for slot in mine if slot.has_master]
+        if copied:
+            torch._foreach_copy_([slot.parameter for slot in copied], [slot.weight for slot in copied])
         self.zero_grad()
         self._spread(slots)
         return StepReport(norms, False, update_rms, self.weight_rms() if measure_weights else {})
