@@ -1,4 +1,4 @@
-"""Newton–Schulz of 96 heads of 128 × 7168."""
+"""Newton–Schulz of 96 heads of 128 × 7168, and of stacks of experts: 512 × 512 (`base`) and 3072 × 3584 (K3)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,30 @@ from tercet.ops.newton_schulz import COEFFICIENTS, reference
 
 
 def cases(device: torch.device) -> list[Case]:
-    """Return bf16 and fp32 momenta."""
+    """Return heads with bf16 and fp32 momenta, experts with fp32 ones."""
+    stacks = ((256, 512, 512), (24, 3072, 3584)) if device.type == "cuda" else ((2, 136, 144),)
+    return [*_heads(device), *(_experts(device, *shape) for shape in stacks)]
+
+
+def _experts(device: torch.device, count: int, rows: int, columns: int) -> Case:
+    """Blocks that are iterated by whole products; the plain loop sets the error that is allowed."""
+    blocks = torch.randn(count, rows, columns, device=device)
+
+    def loop(blocks=blocks):
+        with use_tier("reference"):
+            return newton_schulz(blocks)
+
+    def check():
+        few = blocks[:2]
+        exact = reference.newton_schulz(few.double(), coefficients=COEFFICIENTS["quintic"], dtype=torch.float64)
+        return {"out": (relative_error(newton_schulz(few), exact), 1.1 * relative_error(loop(few), exact))}
+
+    flops = 10.0 * count * rows * rows * (2 * columns + rows)
+    name = f"Newton–Schulz {count}×({rows}×{columns}) float32"
+    return Case(name, lambda: newton_schulz(blocks), {"bf16 loop": loop}, check, 6 * blocks.numel(), flops)
+
+
+def _heads(device: torch.device) -> list[Case]:
     count, rows, columns = (96, 128, 7168) if device.type == "cuda" else (2, 16, 64)
     made = []
     for dtype in (torch.bfloat16, torch.float32):

@@ -23,7 +23,7 @@ from harness import Case, graphed, measure
 
 from tercet.errors import TercetWarning
 
-MODULES = ("attn_res", "newton_schulz", "cross_entropy", "experts", "elementwise", "attention", "kda")
+MODULES = ("attn_res", "newton_schulz", "cross_entropy", "experts", "elementwise", "sums", "attention", "kda")
 
 
 def main(argv: list[str] | None = None) -> int:
