@@ -23,6 +23,18 @@ def test_situ():
     assert_same(situ_glu, formula, [gate, up], 1e-6, "triton")
 
 
+def test_situ_in_bf16():
+    """On a GPU with its own tanh, which is finer than the rounding."""
+    gate, up = (5 * torch.randn(999)).bfloat16(), (40 * torch.randn(999)).bfloat16()
+    gate[::5] *= 1e-4
+    up[::3] *= 1e-5
+    with use_tier("triton"):
+        assert relative_error(situ_glu(gate, up), situ_glu_reference(gate.double(), up.double(), **BETAS)) < 5e-3
+        small = gate.abs() < 1e-2
+        exact = situ_glu_reference(gate[small].double(), up[small].double(), **BETAS)
+        assert relative_error(situ_glu(gate[small], up[small]), exact) < 5e-3
+
+
 def test_situ_at_extremes():
     ends = [1e4, -1e4, float("inf"), float("-inf"), 0.0]
     gate = torch.tensor(ends).repeat_interleave(5).requires_grad_()

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from numerics import assert_same, relative_error
 from tercet.ops import routed_experts, use_tier
 from tercet.ops.experts import gluon_weights, reference, triton_
-from tercet.ops.experts.triton_plan import plan_rows, tile_rows
+from tercet.ops.experts.triton_plan import plan_rows
 
 
 def choices(kind, tokens=18, experts=6, k=2):
@@ -72,7 +72,7 @@ def test_no_rows():
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 5, 1), (140, 9, 3), (40, 896, 16)])
 def test_plan_is_a_stable_sort(tokens, experts, k):
     chosen = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)])
-    plan = plan_rows(chosen, experts)
+    plan = plan_rows(chosen, experts, 16)
     assert torch.equal(plan.choice.long(), chosen.flatten().argsort(stable=True))
     assert torch.equal(plan.choice[plan.slot.flatten().long()].long(), torch.arange(tokens * k))
     assert torch.equal(plan.ends.long(), torch.bincount(chosen.flatten(), minlength=experts).cumsum(0))
@@ -80,13 +80,15 @@ def test_plan_is_a_stable_sort(tokens, experts, k):
 
 @pytest.mark.parametrize("counts", [[0, 1, 127, 128, 129, 0], [300], [0, 0, 5]])
 def test_tiles_cover_every_row_once(counts):
-    ends = torch.tensor(counts).cumsum(0).int()
-    table = tile_rows(ends, int(ends[-1]), 128)
+    chosen = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    plan = plan_rows(chosen[torch.randperm(len(chosen))][:, None], len(counts), 128)
+    used, ends = int(plan.tiles[0]), plan.ends.tolist()
     covered = []
-    for expert, first in zip(table.expert[: int(table.used)].tolist(), table.first.tolist()):
-        covered += range(first, min(first + 128, int(ends[expert])))
-        assert first >= int(ends[expert]) - counts[expert]
-    assert covered == list(range(int(ends[-1])))
+    for expert, first, end in plan.tiles[1 : 1 + 3 * used].view(used, 3).tolist():
+        covered += range(first, min(first + 128, end))
+        assert ends[expert] - counts[expert] <= first < end == ends[expert]
+    assert covered == list(range(sum(counts)))
+    assert 3 * used < len(plan.tiles)
 
 
 @pytest.mark.skipif(

@@ -226,7 +226,7 @@ def test_registration():
 def test_K02_K07_one_configuration():
     # one tile size and one pinned launch shape a kernel: nothing for an autotuner to choose wrongly
     assert triton_.TILE == 16
-    for launch in (triton_.PREPARE, triton_.WALK, triton_.WALK_BACK, triton_.GRADIENTS):
+    for launch in (triton_.PREPARE, triton_.PREPARE_BOUNDED, triton_.WALK, triton_.WALK_BACK, triton_.GRADIENTS):
         assert set(launch) <= {"VECTOR", "BV", "STAGES", "num_warps", "maxnreg"}
 
 

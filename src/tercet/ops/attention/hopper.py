@@ -17,9 +17,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tercet.ops.attention.triton_products import BLOCK, key_product, prepare_kernel, query_product
 from tercet.ops.gpu import INTERPRETED
 
-VERSIONS: tuple[str, ...] = ()
+VERSIONS = ("3.6",)
 """Releases of Triton whose Gluon these kernels were run with."""
 WIDTHS = {"D": 128, "R": 64, "V": 128}
+"""What the kernels are tuned for; keys and values are copied through one descriptor, and so equally wide."""
 WORKSPACE = 3 << 30
 """Bytes of dS that a backward pass keeps at a time; heads beyond it take their turn."""
 _STAGE = 64
@@ -44,14 +45,29 @@ def fits(pairs: int) -> bool:
     return pairs * BLOCK * BLOCK * 2 <= WORKSPACE
 
 
-def _gluon_tile(x: Tensor, rows: int, width: int) -> Any:
-    """Return what a Gluon kernel copies ``[rows, width]`` tiles of the matrix *x* from."""
+@lru_cache(maxsize=1)
+def _kernels() -> tuple[Any, Any]:
+    """Return the forward and the key kernel: imported on first use, because not every Triton has Gluon."""
+    from tercet.ops.attention.gluon_backward import key_kernel
+    from tercet.ops.attention.gluon_forward import forward_kernel
+
+    return forward_kernel, key_kernel
+
+
+@lru_cache(maxsize=32)
+def _gluon_kind(rows: int, width: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Return the class of descriptors and the shared layout of a tile, which takes Python 20 microseconds to form."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    element = getattr(gl, str(x.dtype).removeprefix("torch."))
-    layout = gl.NVMMASharedLayout.get_default_for([rows, width], element)
-    return GluonDescriptor(x, list(x.shape), list(x.stride()), [rows, width], layout)
+    element = getattr(gl, str(dtype).removeprefix("torch."))
+    return GluonDescriptor, gl.NVMMASharedLayout.get_default_for([rows, width], element)
+
+
+def _gluon_tile(x: Tensor, rows: int, width: int) -> Any:
+    """Return what a Gluon kernel copies ``[rows, width]`` tiles of the matrix *x* from."""
+    descriptor, layout = _gluon_kind(rows, width, x.dtype)
+    return descriptor(x, list(x.shape), list(x.stride()), [rows, width], layout)
 
 
 def _tile(x: Tensor, rows: int, width: int) -> TensorDescriptor:
@@ -62,15 +78,13 @@ def forward(
     q: Tensor, kv: Tensor, pe: Tensor, scale: float, tiles: Tensor, out: Tensor, lse: Tensor, row_max: Tensor
 ) -> None:
     """Fill *out*, *lse* and *row_max* as `triton_forward.forward_kernel` does; *tiles* are those of 128 tokens."""
-    from tercet.ops.attention.gluon_forward import forward_kernel
-
     T, H = q.shape[:2]
-    D, R, V = WIDTHS.values()
-    flat_q, flat_kv = q.flatten(1), kv.flatten(1)
-    forward_kernel[(len(tiles) * H,)](
-        _gluon_tile(flat_q, 64, D), _gluon_tile(flat_q, 64, R), _gluon_tile(flat_kv, BLOCK, D),
-        _gluon_tile(flat_kv, BLOCK, V), _gluon_tile(pe, BLOCK, R), kv, out, lse, row_max, tiles, T, H, lse.shape[1],
-        scale, M=BLOCK, N=BLOCK, STAGES=2, **WIDTHS, num_warps=4,
+    D, R, _ = WIDTHS.values()
+    flat_q = q.flatten(1)
+    key_or_value = _gluon_tile(kv.flatten(1), BLOCK, D)
+    _kernels()[0][(len(tiles) * H,)](
+        _gluon_tile(flat_q, 64, D), _gluon_tile(flat_q, 64, R), key_or_value, key_or_value, _gluon_tile(pe, BLOCK, R),
+        kv, out, lse, row_max, tiles, T, H, lse.shape[1], scale, M=BLOCK, N=BLOCK, STAGES=2, **WIDTHS, num_warps=4,
     )  # fmt: skip
 
 
@@ -118,8 +132,6 @@ def _keys(
     d_kv: Tensor,
 ) -> None:
     """Fill *ds* and the values' part of *d_kv* for *heads* heads from *first* on."""
-    from tercet.ops.attention.gluon_backward import key_kernel
-
     H, slots = lse.shape
     D, R, V = WIDTHS.values()
     rows = heads * slots
@@ -128,10 +140,10 @@ def _keys(
     prepare_kernel[(len(tiles) * heads,)](
         out, grad, q, lse, q_far, grad_far, lse_far, delta_far, tiles, first, heads, H, slots, M=BLOCK, **WIDTHS
     )
-    flat_kv = kv.flatten(1)
-    key_kernel[(len(tiles) * heads,)](
+    key_or_value = _gluon_tile(kv.flatten(1), 64, D)
+    _kernels()[1][(len(tiles) * heads,)](
         _gluon_tile(q_far, _STAGE, D), _gluon_tile(q_far, _STAGE, R), _gluon_tile(grad_far, _STAGE, V),
-        _gluon_tile(flat_kv, 64, D), _gluon_tile(pe, 64, R), _gluon_tile(flat_kv, 64, V),
+        key_or_value, _gluon_tile(pe, 64, R), key_or_value,
         _gluon_tile(lse_far, 1, _STAGE), _gluon_tile(delta_far, 1, _STAGE), kv, pe, ds, d_kv, tiles, first, heads, H,
         slots, pe.stride(0), scale, M=_STAGE, N=BLOCK, STAGES=3, **WIDTHS, num_warps=4,
     )  # fmt: skip

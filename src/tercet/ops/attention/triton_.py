@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tercet.ops.attention import hopper
-from tercet.ops.attention.triton_backward import delta_kernel, key_kernel, query_kernel
+from tercet.ops.attention.triton_backward import delta_kernel, head_sum, key_kernel, query_kernel
 from tercet.ops.attention.triton_forward import forward_kernel
 from tercet.ops.gpu import dense, float_refusal, operand_type, operator
 
@@ -78,6 +78,18 @@ def _tiles(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     table = torch.stack([start, length, first, count, slot, pairs.cumsum(0) - pairs], dim=1)
     table = table.repeat_interleave(count, dim=0)
     return table.to(device=device, dtype=torch.int32)
+
+
+@lru_cache(maxsize=64)
+def _plan(
+    lengths: tuple[int, ...], sizes: tuple[int, int, int], device: torch.device
+) -> tuple[int, int, Tensor, Tensor, Tensor]:
+    """Return slots, pairs of key tiles a head, and the tables of tiles of three *sizes*: forward, queries, keys."""
+    slots = sum(-(-n // SLOT) * SLOT for n in lengths)
+    counts = [-(-n // sizes[2]) for n in lengths]
+    pairs = sum(n * (n + 1) // 2 for n in counts)
+    forward, query, key = (_tiles(lengths, size, device) for size in sizes)
+    return slots, pairs, forward, query, key
 
 
 def _gluon(q: Tensor, widths: dict[str, Any]) -> bool:
@@ -205,7 +217,11 @@ def _backward(
         d_pe = hopper.backward(grad, q, kv, pe, out, lse, scale, pairs, key_tiles, d_q, d_kv)
     else:
         d_pe = _two_passes(grad, q, kv, pe, out, lse, scale, query_tiles, key_tiles, d_q, d_kv)
-    return d_q, d_kv, d_pe.sum(0).to(k_pe.dtype).view(k_pe.shape)
+    d_shared = torch.empty(k_pe.shape, dtype=k_pe.dtype, device=k_pe.device)
+    count = d_shared.numel()
+    if count:
+        head_sum[(-(-count // 1024),)](d_pe, d_shared, len(d_pe), count, SIZE=1024)
+    return d_q, d_kv, d_shared
 
 
 def _two_passes(
@@ -295,8 +311,5 @@ def call(q: Tensor, kv: Tensor, k_pe: Tensor, *, scale: float, lengths: tuple[in
     """See `tercet.ops.attention.mla_attention`."""
     launches = _launches(q.dtype, q.device)
     sizes = launches.forward.queries, launches.query.queries, launches.key.keys
-    slots = sum(-(-n // SLOT) * SLOT for n in lengths)
-    counts = [-(-n // launches.key.keys) for n in lengths]
-    pairs = sum(n * (n + 1) // 2 for n in counts)
-    out, _, row_max = _forward(q, kv, k_pe, scale, slots, pairs, *(_tiles(lengths, size, q.device) for size in sizes))
+    out, _, row_max = _forward(q, kv, k_pe, scale, *_plan(lengths, sizes, q.device))
     return out, row_max

@@ -300,3 +300,15 @@ def key_kernel(
     if R > 0:
         target = d_pe + (head.to(tl.int64) * T + start + n0) * R
         tl.store(target + at_N[:, None] * R + tl.arange(0, R)[None, :], dk_NR * scale, mask=mask)
+
+
+@triton.jit(do_not_specialize=["H"])
+def head_sum(d_pe, out, H, count, SIZE: tl.constexpr):
+    """Write the sum of *count* values over H heads, in their order, and round it once."""
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    source = d_pe + at
+    total = tl.zeros([SIZE], tl.float32)
+    for _ in range(H):
+        total += tl.load(source, mask=at < count, other=0.0)
+        source += count
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < count)
