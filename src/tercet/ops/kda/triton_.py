@@ -26,7 +26,8 @@ from tercet.ops.packing import sequence_lengths
 
 WIDTHS = (16, 32, 64, 128)
 """Key and value widths the kernels are built for."""
-PREPARE = {"VECTOR": 0, "num_warps": 2, "maxnreg": 168}
+PREPARE = {"VECTOR": 0, "num_warps": 2}
+PREPARE_BOUNDED = PREPARE | {"maxnreg": 168}
 WALK = {"STAGES": 4, "num_warps": 4}
 WALK_BACK = {"STAGES": 3, "num_warps": 4}
 GRADIENTS = {"BV": 32, "STAGES": 3, "num_warps": 4}
@@ -139,12 +140,12 @@ def _shapes(
 
 @operator(
     "tercet::fused_kda_backward",
-    schema=f"(Tensor d_o, Tensor d_final, {_INPUTS}, Tensor v_max, Tensor edges, "
+    schema=f"(Tensor d_o, Tensor? d_final, {_INPUTS}, Tensor v_max, Tensor edges, "
     f"int[] lengths, int pieces, float scale, float? lower_bound) -> ({', '.join(['Tensor'] * 8)})",
 )
 def _backward(
     d_o: Tensor,
-    d_final: Tensor,
+    d_final: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -160,14 +161,14 @@ def _backward(
     scale: float,
     lower_bound: float | None,
 ) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, z, b, A_log, dt_bias and the initial state."""
+    """Gradients of q, k, v, z, b, A_log, dt_bias and the initial state; empty for that where there is none."""
     rows = unit_stride(q, k, v, z, b)
     (d_o,) = unit_stride(d_o)
     H, K = q.shape[1:]
     tiles = plan_tiles(tuple(lengths), q.device)
     plan = cut(lengths, pieces, v, K, True)
-    d_final = d_final.to(torch.float32).contiguous()
-    d_state, d_edges = d_final.clone(), torch.empty_like(edges)
+    d_final = None if d_final is None else d_final.to(torch.float32).contiguous()
+    d_state, d_edges = _state_gradient(state, d_final, v), torch.empty_like(edges)
     grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in rows]
     d_bias = torch.empty(tiles.total, H, K, dtype=torch.float32, device=q.device)
     d_slope = torch.empty(tiles.total, H, dtype=torch.float32, device=q.device)
@@ -182,18 +183,25 @@ def _backward(
             chain(d_edges, transitions, slab.chains, reverse=True)
         adjoints = d_final, d_edges, d_state
         kept = _walk_slab(rows[2], d_o, grads[2], d_write, work, v_max, slab, initial, edges, adjoints)
-        _gradients(rows, A_log, dt_bias, d_o, grads, kept, (d_bias, d_slope), tiles, scale, lower_bound, slab)
-    grads[4].copy_(_write_gradient(d_write.sum(0), b, tiles))
+        _gradients(rows, A_log, dt_bias, d_o, grads, kept, d_write, (d_bias, d_slope), tiles, scale, lower_bound, slab)
     return (*grads, d_slope.sum(0).to(A_log.dtype), d_bias.sum(0).to(dt_bias.dtype), d_state)
 
 
 @_backward.register_fake
 def _gradient_shapes(
-    d_o: Tensor, d_final: Tensor, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, *others: Any
+    d_o: Tensor, d_final: Tensor | None, q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, *others: Any
 ) -> tuple[Tensor, ...]:
-    A_log, dt_bias = others[:2]
+    A_log, dt_bias, state = others[:3]
     rows = (x.new_empty(x.shape) for x in (q, k, v, z, b))
-    return (*rows, A_log.new_empty(A_log.shape), dt_bias.new_empty(dt_bias.shape), d_final.new_empty(d_final.shape))
+    d_state = v.new_empty(0 if state is None else state.shape, dtype=torch.float32)
+    return (*rows, A_log.new_empty(A_log.shape), dt_bias.new_empty(dt_bias.shape), d_state)
+
+
+def _state_gradient(state: Tensor | None, d_final: Tensor | None, v: Tensor) -> Tensor:
+    """Return what the walk fills with the initial states' gradient: a sequence without tokens passes d_final on."""
+    if state is None:
+        return v.new_empty(0, dtype=torch.float32)
+    return torch.zeros_like(state, dtype=torch.float32).contiguous() if d_final is None else d_final.clone()
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -201,13 +209,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
     ctx.save_for_backward(*tensors, *output[2:])
     ctx.constants = lengths, pieces, scale, lower_bound
     ctx.mark_non_differentiable(*output[2:])
+    ctx.set_materialize_grads(False)
 
 
-def _gradient(ctx: Any, d_o: Tensor, d_final: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _gradient(ctx: Any, d_o: Tensor | None, d_final: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors  # unpacked once: checkpointing allows no second time
     state = saved[7]
-    grads_of = torch.ops.tercet.fused_kda_backward
-    *grads, d_state = grads_of(d_o, d_final, *saved, *ctx.constants)
+    if d_o is None:
+        d_o = torch.zeros(saved[2].shape, dtype=saved[2].dtype, device=saved[2].device)
+    *grads, d_state = _backward(d_o, d_final, *saved, *ctx.constants)
     return (*grads, None if state is None else d_state.to(state.dtype), None, None, None, None, None)
 
 
@@ -256,7 +266,14 @@ def prepare(
     prepare_tile[(H * X,)](
         *(q, k, ranged, z, b, A_log, dt_bias.contiguous(), plan.tiles, wide, k_hat, small, decay, largest, write),
         *(*strides, b.stride(0), scale, (lower_bound or 0.0) * LOG2E),
-        **dict(H=H, K=K, V=ranged.shape[2], C=TILE, BOUNDED=lower_bound is not None, SAVE=save, LOG2E=LOG2E, **PREPARE),
+        H=H,
+        K=K,
+        V=ranged.shape[2],
+        C=TILE,
+        BOUNDED=lower_bound is not None,
+        SAVE=save,
+        LOG2E=LOG2E,
+        **(PREPARE if lower_bound is None else PREPARE_BOUNDED),
     )
     return wide, k_hat, small, decay, largest, write
 
@@ -312,7 +329,7 @@ def _walk_slab(
     slab: Slab,
     initial: Tensor | None,
     edges: Tensor,
-    adjoints: tuple[Tensor, Tensor, Tensor],
+    adjoints: tuple[Tensor | None, Tensor, Tensor],
 ) -> tuple[Tensor, ...]:
     """Return S before and D after every tile of a slab, e, β and norms, and γ_C.
 
@@ -335,15 +352,10 @@ def _walk_slab(
     walk_back[grid](
         *(d_o, d_v, *planes, d_o_max, slab.pieces, write, errors, *adjoints, after, d_write, *d_o.stride()[:2]),
         *(slab.low, d_write.shape[1]),
-        **dict(**shape, **WALK_BACK),
+        **dict(HAS_FINAL=adjoints[0] is not None, HAS_ENDS=len(edges) > 0, HAS_INITIAL=initial is not None, **shape),
+        **WALK_BACK,
     )
     return states, after, errors, write, planes[3]
-
-
-def _write_gradient(d_beta: Tensor, b: Tensor, plan: Tiles) -> Tensor:
-    """Turn dβ ``[X, H, C]`` of tiles into the gradient of the write logits ``[T, H]``."""
-    d_beta_TH = d_beta.transpose(1, 2).flatten(0, 1).index_select(0, plan.slots)
-    return d_beta_TH * torch.sigmoid(b.float()) * torch.sigmoid(-b.float())
 
 
 def _gradients(
@@ -353,6 +365,7 @@ def _gradients(
     d_o: Tensor,
     grads: list[Tensor],
     kept: tuple[Tensor, ...],
+    d_write: Tensor,
     parts: tuple[Tensor, Tensor],
     tiles: Tiles,
     scale: float,
@@ -360,18 +373,19 @@ def _gradients(
     slab: Slab,
 ) -> None:
     """Run `tile_gradients` on the tiles of a slab."""
-    q, k, v, z, _ = rows
-    d_q, d_k, d_v, d_z, _ = grads
+    q, k, v, z, b = rows
+    d_q, d_k, d_v, d_z, d_b = grads
     H, K = q.shape[1:]
     V = v.shape[2]
     strides = [n for x in (q, k, z, d_o) for n in x.stride()[:2]]
     tile_gradients[(H * (slab.high - slab.low),)](
-        *(q, k, z, A_log, dt_bias.contiguous(), d_o, d_v, tiles.tiles, *kept, d_q, d_k, d_z, *parts, *strides),
-        *(scale, (lower_bound or 0.0) * LOG2E, slab.low),
+        *(q, k, z, b, A_log, dt_bias.contiguous(), d_o, d_v, tiles.tiles, *kept, d_write, d_q, d_k, d_z, d_b, *parts),
+        *(*strides, b.stride(0), scale, (lower_bound or 0.0) * LOG2E, slab.low, d_write.shape[1]),
         H=H,
         K=K,
         V=V,
         C=TILE,
+        SHARES=d_write.shape[0],
         BOUNDED=lower_bound is not None,
         LOG2E=LOG2E,
         **GRADIENTS | {"BV": min(GRADIENTS["BV"], V)},

@@ -37,5 +37,5 @@ def call(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     work = triton_.prepare(rows, A_log, dt_bias, tiles, rows[2], scale, lower_bound, save=True)
     adjoint = q.new_empty(len(lengths), *d_o.shape[2:], q.shape[3], dtype=torch.float32)
-    fold_adjoint(rows[2], work, plan_slices(lengths, q.device), adjoint, adjoint, None)
+    fold_adjoint(rows[2], work, plan_slices(lengths, q.device), None, adjoint, None)
     return adjoint

@@ -148,6 +148,9 @@ def walk_back(
     BV: tl.constexpr,
     C: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
+    HAS_ENDS: tl.constexpr,
+    HAS_INITIAL: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """Carry D from a piece's last tile to its first.
@@ -165,7 +168,7 @@ def walk_back(
     value = split * BV + tl.arange(0, BV)
     matrix = value[:, None] * K + key[None, :]
     place = head * (V * K) + matrix
-    D_VK = load_state(d_final, ends, sequence, after, place, H * V * K, True, True)
+    D_VK = load_state(d_final, ends, sequence, after, place, H * V * K, HAS_FINAL, HAS_ENDS)
     unit = common_unit(tl.load(d_o_max + sequence * H + head), D_VK)
     shrink, grow = inverse_power(unit), power(unit)
     D_VK = D_VK * shrink
@@ -209,7 +212,8 @@ def walk_back(
         share = (split * tiles_total + tile).to(tl.int64) * H + head
         tl.store(d_write + share * C + r, tl.sum(d_y_VC * e_VC, 0))
     if before == -1:
-        tl.store(d_initial + sequence.to(tl.int64) * (H * V * K) + place, D_VK * grow)
+        if HAS_INITIAL:
+            tl.store(d_initial + sequence.to(tl.int64) * (H * V * K) + place, D_VK * grow)
     elif first == tile_low:  # inside of a slab another program reads that slot now
         tl.store(ends + before.to(tl.int64) * (H * V * K) + place, D_VK * grow)
 
@@ -275,6 +279,7 @@ def tile_gradients(
     q,
     k,
     z,
+    b,
     A_log,
     dt_bias,
     d_o,
@@ -285,9 +290,11 @@ def tile_gradients(
     errors,
     write,
     decay,
+    d_write,
     d_q,
     d_k,
     d_z,
+    d_b,
     d_bias,
     d_slope,
     stride_qt,
@@ -298,21 +305,25 @@ def tile_gradients(
     stride_zh,
     stride_ot,
     stride_oh,
+    stride_bt,
     scale,
     floor2,
     tile_low,
+    tiles_total,
     H: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
     STAGES: tl.constexpr,
+    SHARES: tl.constexpr,
     BOUNDED: tl.constexpr,
     LOG2E: tl.constexpr,
 ):
     """All gradients of one (head, tile) that need no recurrence; see the module's formulas.
 
-    ``d_bias [X, H, K]`` and ``d_slope [X, H]`` receive this tile's share of the gate parameters' gradients.
+    ``d_bias [X, H, K]`` and ``d_slope [X, H]`` receive this tile's share of the gate parameters' gradients; SHARES is
+    the first axis of d_write.
     """
     head = tl.program_id(0) % H
     tile = tile_low + tl.program_id(0) // H
@@ -325,6 +336,12 @@ def tile_gradients(
     here = tile.to(tl.int64) * H + head
     factors = write + here * (3 * C) + r
     beta_C, q_norm, k_norm = tl.load(factors), tl.load(factors + C), tl.load(factors + 2 * C)
+    b_C = tl.load(b + (token0 * stride_bt + head) + r * stride_bt, mask=inside, other=0.0).to(tl.float32)
+    d_beta_C = tl.zeros([C], tl.float32)
+    for share in tl.static_range(SHARES):
+        d_beta_C += tl.load(d_write + ((share * tiles_total + tile).to(tl.int64) * H + head) * C + r)
+    d_b_C = d_beta_C * sigmoid(b_C, LOG2E) * sigmoid(-b_C, LOG2E)
+    tl.store(d_b + (token0 * H + head) + r * H, d_b_C.to(d_b.dtype.element_ty), mask=inside)
     z_CK = load_rows(z, token0, r, key, head, stride_zt, stride_zh, inside, -1e30)  # on their way during the products
     q_CK = load_rows(q, token0, r, key, head, stride_qt, stride_qh, inside, 0.0)
     k_CK = load_rows(k, token0, r, key, head, stride_kt, stride_kh, inside, 0.0)

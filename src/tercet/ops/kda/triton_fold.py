@@ -120,6 +120,7 @@ def fold_back(
     BV: tl.constexpr,
     C: tl.constexpr,
     STAGES: tl.constexpr,
+    HAS_FINAL: tl.constexpr,
 ):
     """Carry D through one piece backwards, to the slot before it in ``adjoints [slots, H, V, K]``.
 
@@ -136,7 +137,7 @@ def fold_back(
     key = tl.arange(0, K)
     rank = (block - tl.where(moves, V // BV, 0)) * BV + tl.arange(0, BV)
     matrix = rank[:, None] * K + key[None, :]
-    D_VK = load_state(d_final, adjoints, sequence, after, head * (V * K) + matrix, H * V * K, True, True)
+    D_VK = load_state(d_final, adjoints, sequence, after, head * (V * K) + matrix, H * V * K, HAS_FINAL, True)
     unit = tl.where(moves, 115 << 23, common_unit(tl.load(d_o_max + sequence * H + head), D_VK))
     shrink, grow = inverse_power(unit), power(unit)
     D_VK = tl.where(moves & (rank[:, None] == key[None, :]), 1.0, D_VK) * shrink
@@ -222,7 +223,7 @@ def fold_adjoint(
     d_o: Tensor,
     work: tuple[Tensor, ...],
     folds: Tensor,
-    d_final: Tensor,
+    d_final: Tensor | None,
     adjoints: Tensor,
     transitions: Tensor | None,
 ) -> None:
@@ -234,7 +235,7 @@ def fold_adjoint(
     rows, moves = (V, adjoints) if transitions is None else (V + K, transitions)
     fold_back[(rows // block, H, len(folds))](
         *(d_o, wide, k_hat, decay, d_o_max, folds, write, d_final, adjoints, moves, *d_o.stride()[:2]),
-        **dict(H=H, K=K, V=V, BV=block, C=TILE, **FOLD_BACK),
+        **dict(H=H, K=K, V=V, BV=block, C=TILE, HAS_FINAL=d_final is not None, **FOLD_BACK),
     )
 
 

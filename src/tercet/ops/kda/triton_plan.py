@@ -76,13 +76,11 @@ class Tiles:
         tiles: ``[X, 3]`` int32: first token, tokens inside the sequence, sequence.
         counts: tiles of every sequence, on the host.
         ends: one past the last tile of every sequence.
-        slots: ``[T]`` int64, place of every token in the flat ``[X · 16]`` order of tiles.
     """
 
     tiles: Tensor
     counts: tuple[int, ...]
     ends: tuple[int, ...]
-    slots: Tensor
 
     @property
     def total(self) -> int:
@@ -101,12 +99,10 @@ def plan_tiles(lengths: tuple[int, ...], device: torch.device) -> Tiles:
     within = (torch.arange(int(count.sum())) - first[sequence]) * TILE
     inside = torch.minimum(length[sequence] - within, torch.tensor(TILE))
     tiles = torch.stack([start[sequence] + within, inside, sequence], dim=1)
-    slots = torch.arange(int(length.sum())) + torch.repeat_interleave(first * TILE - start, length)
     return Tiles(
         tiles.to(device=device, dtype=torch.int32),
         tuple(count.tolist()),
         tuple(count.cumsum(0).tolist()),
-        slots.to(device),
     )
 
 
