@@ -80,10 +80,10 @@ def call(
     lengths = sequence_lengths(q.shape[0], q.shape[1], cu_seqlens)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    rows = [x.flatten(0, 1) for x in (q, k, v, z, b)]
-    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, A_log, dt_bias, state) if x is not None)
-    o, final, *_ = _forward(*rows, A_log, dt_bias, state, lengths, wanted_pieces(), scale, lower_bound, trained)
-    return o.view(v.shape), final
+    inputs = q, k, v, z, b, A_log, dt_bias, state
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in inputs if x is not None)
+    o, final, *_ = _forward(*inputs, lengths, wanted_pieces(), scale, lower_bound, trained)
+    return o, final
 
 
 _INPUTS = "Tensor q, Tensor k, Tensor v, Tensor z, Tensor b, Tensor A_log, Tensor dt_bias, Tensor? state"
@@ -109,18 +109,18 @@ def _forward(
     lower_bound: float | None,
     trained: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Forward on flat tokens ``[T, H, …]``; *pieces* as in `use_pieces`.
+    """Forward on tokens ``[B, T, H, …]``; *pieces* as in `use_pieces`.
 
     Returns:
         o, the final state ``[N, H, V, K]``, the bits of the largest ``|v|`` per sequence and head, and the state at
         every inner edge between pieces.
     """
-    rows = unit_stride(q, k, v, z, b)
+    rows = unit_stride(*(x.flatten(0, 1) for x in (q, k, v, z, b)))
     tiles = plan_tiles(tuple(lengths), q.device)
-    plan = cut(lengths, pieces, v, q.shape[2], trained)
+    plan = cut(lengths, pieces, v, q.shape[3], trained)
     work = prepare(rows, A_log, dt_bias, tiles, rows[2], scale, lower_bound, save=False)
     o, final, edges = walk(rows[2], work, plan, state, len(lengths))
-    return o, final, work[4], edges
+    return o.view(v.shape), final, work[4], edges
 
 
 @_forward.register_fake
@@ -128,7 +128,7 @@ def _shapes(
     q: Tensor, k: Tensor, v: Tensor, z: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, *others: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, lengths, pieces, _, _, trained = others
-    H, V, K, N = *v.shape[1:], q.shape[2], len(lengths)
+    H, V, K, N = *v.shape[2:], q.shape[3], len(lengths)
     slots = cut(lengths, pieces, v, K, trained).slots
     return (
         v.new_empty(v.shape),
@@ -162,17 +162,18 @@ def _backward(
     lower_bound: float | None,
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, z, b, A_log, dt_bias and the initial state; empty for that where there is none."""
-    rows = unit_stride(q, k, v, z, b)
-    (d_o,) = unit_stride(d_o)
-    H, K = q.shape[1:]
+    rows = unit_stride(*(x.flatten(0, 1) for x in (q, k, v, z, b)))
+    (d_o,) = unit_stride(d_o.flatten(0, 1))
+    H, K = q.shape[2:]
     tiles = plan_tiles(tuple(lengths), q.device)
     plan = cut(lengths, pieces, v, K, True)
     d_final = None if d_final is None else d_final.to(torch.float32).contiguous()
     d_state, d_edges = _state_gradient(state, d_final, v), torch.empty_like(edges)
-    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in rows]
+    wanted = [x.new_empty(x.shape) for x in (q, k, v, z, b)]
+    grads = [x.flatten(0, 1) for x in wanted]
     d_bias = torch.empty(tiles.total, H, K, dtype=torch.float32, device=q.device)
     d_slope = torch.empty(tiles.total, H, dtype=torch.float32, device=q.device)
-    blocks = v.shape[2] // min(BLOCK_V, v.shape[2])
+    blocks = v.shape[3] // min(BLOCK_V, v.shape[3])
     d_write = torch.empty(blocks, tiles.total, H, TILE, dtype=torch.float32, device=q.device)
     work = prepare(rows, A_log, dt_bias, tiles, d_o, scale, lower_bound, save=True)
     initial = state if state is None else state.contiguous()
@@ -184,7 +185,7 @@ def _backward(
         adjoints = d_final, d_edges, d_state
         kept = _walk_slab(rows[2], d_o, grads[2], d_write, work, v_max, slab, initial, edges, adjoints)
         _gradients(rows, A_log, dt_bias, d_o, grads, kept, d_write, (d_bias, d_slope), tiles, scale, lower_bound, slab)
-    return (*grads, d_slope.sum(0).to(A_log.dtype), d_bias.sum(0).to(dt_bias.dtype), d_state)
+    return (*wanted, d_slope.sum(0).to(A_log.dtype), d_bias.sum(0).to(dt_bias.dtype), d_state)
 
 
 @_backward.register_fake
@@ -230,8 +231,8 @@ def unit_stride(*rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def cut(lengths: tuple[int, ...], pieces: int, v: Tensor, width: int, trained: bool) -> Pieces:
-    """Return the pieces of a batch with values *v* ``[T, H, V]`` and keys of *width*; *pieces* as in `use_pieces`."""
-    H, V = v.shape[1:]
+    """Return the pieces of a batch with values *v* ``[…, H, V]`` and keys of *width*; *pieces* as in `use_pieces`."""
+    H, V = v.shape[-2:]
     if pieces:
         splits = (pieces,) * len(lengths)
     else:
