@@ -33,25 +33,26 @@ class Depth:
 
 def mix(depth: Depth, norm: RMSNorm, proj: nn.Linear, layer: int, place: Place, context: Context) -> Tensor:
     """Return the Attention-Residuals mixture of the bank and the prefix."""
-    sources = _sources(depth, norm, proj, layer, place, context)
-    return attn_res(sources, norm.weight, proj.weight[0], eps=norm.eps)
+    sources, query = _sources(depth, norm, proj, layer, place, context)
+    return attn_res(sources, norm.weight, query, eps=norm.eps)
 
 
 def mix_and_norm(
     depth: Depth, norm: RMSNorm, proj: nn.Linear, then: RMSNorm, layer: int, place: Place, context: Context
 ) -> tuple[Tensor, Depth]:
     """Return ``then(mix(…))``, what a sub-layer reads, and the depth from which to go on (`attn_res_read`)."""
-    sources = _sources(depth, norm, proj, layer, place, context)
-    x, (*bank, prefix) = attn_res_read(
-        sources, norm.weight, proj.weight[0], then.weight, eps=norm.eps, next_eps=then.eps
-    )
+    sources, query = _sources(depth, norm, proj, layer, place, context)
+    x, (*bank, prefix) = attn_res_read(sources, norm.weight, query, then.weight, eps=norm.eps, next_eps=then.eps)
     return x, Depth(bank, prefix)
 
 
-def _sources(depth: Depth, norm: RMSNorm, proj: nn.Linear, layer: int, place: Place, context: Context) -> list[Tensor]:
-    sources = [*depth.bank, depth.prefix]
-    context.observer.mixing(layer, place, sources, norm.weight, proj.weight[0])
-    return sources
+def _sources(
+    depth: Depth, norm: RMSNorm, proj: nn.Linear, layer: int, place: Place, context: Context
+) -> tuple[list[Tensor], Tensor]:
+    """Return what a mixture is of and its query, shown to the observer."""
+    sources, query = [*depth.bank, depth.prefix], proj.weight.squeeze(0)  # a view, whose gradient is one too
+    context.observer.mixing(layer, place, sources, norm.weight, query)
+    return sources, query
 
 
 class DecoderLayer(nn.Module):

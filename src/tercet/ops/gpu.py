@@ -26,6 +26,16 @@ def dense(x: Tensor) -> Tensor:
     return x.clone() if x.data_ptr() % 16 else x
 
 
+def blocks(count: int, size: int) -> int:
+    """Return how many blocks of *size* cover *count*; Triton's own `cdiv` costs the CPU many times as much."""
+    return -(-count // size)
+
+
+def power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least *count*."""
+    return 1 << (count - 1).bit_length()
+
+
 @lru_cache(maxsize=8)
 def multiprocessors(device: torch.device) -> int:
     """Return how many programs of full size run at once; a small number where kernels are interpreted."""
@@ -116,9 +126,10 @@ class GPUOperator:
         """Run on *args*, positionally as in the schema."""
         if torch.compiler.is_compiling():
             return self.registered(*args)
+        if self.gradient is None or not torch.is_grad_enabled():
+            return self.function(*args)
         flat = _flatten(args)
-        wanted = self.gradient is not None and torch.is_grad_enabled()
-        if not wanted or not any(isinstance(x, Tensor) and x.requires_grad for x in flat):
+        if not any(isinstance(x, Tensor) and x.requires_grad for x in flat):
             return self.function(*args)
         return _Eager.apply(self, [len(x) if isinstance(x, list) else None for x in args], *flat)
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.ops.gpu import blocks
+
 _ROWS, _COLUMNS, _WARPS = 512, 8, 8
 """Rows in flight and columns of a program; measured best on an H200 for 132 to 1584 rows of 128 to 7168."""
 
@@ -23,20 +25,26 @@ def added(partial, column, which, count, GROUPS: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit
-def _rows_kernel(partial, out, count, D: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr):
+def _rows_kernel(
+    partial, out, count, D: tl.constexpr, INNER: tl.constexpr, OUTER: tl.constexpr, ROWS: tl.constexpr, BC: tl.constexpr
+):
     column = tl.program_id(0) * BC + tl.arange(0, BC)
     total = added(partial, column, 0, count, 1, D, ROWS, BC)
-    tl.store(out + column, total.to(out.dtype.element_ty), mask=column < D)
+    to = out + column % INNER * OUTER + column // INNER
+    tl.store(to, total.to(out.dtype.element_ty), mask=column < D)
 
 
 def launch(width: int) -> tuple[int, dict[str, int]]:
     """Return the number of programs that cover *width* columns, and their tile."""
-    return triton.cdiv(width, _COLUMNS), {"ROWS": _ROWS, "BC": _COLUMNS, "num_warps": _WARPS}
+    return blocks(width, _COLUMNS), {"ROWS": _ROWS, "BC": _COLUMNS, "num_warps": _WARPS}
 
 
 def row_sum(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``partial.sum(0)`` in *dtype*, for contiguous fp32 rows of any shape."""
-    out = torch.empty(partial.shape[1:], dtype=dtype, device=partial.device)
+    """Return the sum of contiguous fp32 ``partial[rows, …]`` over its rows in *dtype*; a matrix comes transposed."""
+    shape = partial.shape[1:]
+    out = torch.empty(tuple(reversed(shape)), dtype=dtype, device=partial.device)
     programs, tile = launch(out.numel())
-    _rows_kernel[(programs,)](partial, out, len(partial), D=out.numel(), **tile)
+    _rows_kernel[(programs,)](
+        partial, out, len(partial), D=out.numel(), INNER=shape[-1], OUTER=shape[0] if len(shape) > 1 else 1, **tile
+    )
     return out

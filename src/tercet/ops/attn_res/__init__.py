@@ -158,9 +158,9 @@ def attn_res_merge(
 def _check(sources: Sequence[Tensor], norm_weight: Tensor, query: Tensor) -> None:
     if not sources:
         raise ShapeError("attn_res needs at least one source")
-    shapes = {tuple(s.shape) for s in sources}
-    dim = sources[0].shape[-1:]
-    if len(shapes) != 1 or norm_weight.shape != dim or query.shape != dim:
+    shape = sources[0].shape
+    if norm_weight.shape != shape[-1:] or query.shape != shape[-1:] or any(s.shape != shape for s in sources):
+        shapes = {tuple(s.shape) for s in sources}
         raise ShapeError(
             f"attn_res needs sources of one shape and weight, query of their last dim; got sources {sorted(shapes)}, "
             f"weight {tuple(norm_weight.shape)}, query {tuple(query.shape)}"

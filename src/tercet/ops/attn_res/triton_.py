@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tercet.ops.attn_res import triton_backward
 from tercet.ops.attn_res.triton_backward import attn_res_backward, folded_query, source, sum_two
-from tercet.ops.gpu import dense, fitted, float_refusal, multiprocessors, operator
+from tercet.ops.gpu import dense, fitted, float_refusal, multiprocessors, operator, power_of_two
 
 MAX_SOURCES = 32
 MAX_WIDTH = 16384
@@ -47,9 +47,7 @@ def _forward_kernel(
     next_weight,
     out,
     normed,
-    p_out,
-    r_out,
-    next_r_out,
+    numbers,
     tokens,
     eps,
     next_eps,
@@ -84,6 +82,7 @@ def _forward_kernel(
         if i == N - 1:
             p = tl.exp(scores - largest)
             mass = tl.sum(p, 0)
+            to = numbers + token * (2 * N + 1)
             mixed = (total * (1.0 / mass)).to(out.dtype.element_ty)
             tl.store(out + at, mixed, mask=inside)
             if NORMED:
@@ -92,9 +91,9 @@ def _forward_kernel(
                 unit = (wide * next_r).to(mixed.dtype).to(tl.float32)
                 w = tl.load(next_weight + column, mask=inside, other=0.0).to(mixed.dtype).to(tl.float32)
                 tl.store(normed + at, (unit * w).to(mixed.dtype), mask=inside)
-                tl.store(next_r_out + token, next_r)
-            tl.store(p_out + token * N + slot, p / mass, mask=slot < N)
-            tl.store(r_out + token * N + slot, norms, mask=slot < N)
+                tl.store(to + 2 * N, next_r)
+            tl.store(to + slot, p / mass, mask=slot < N)
+            tl.store(to + N + slot, norms, mask=slot < N)
             total = tl.zeros([BLOCK], tl.float32)
             largest = tl.full([], float("-inf"), tl.float32)
 
@@ -102,7 +101,7 @@ def _forward_kernel(
 @operator(
     "tercet::attn_res",
     schema="(Tensor[] sources, Tensor norm_weight, Tensor query, Tensor? next_weight, float eps, float next_eps)"
-    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " -> (Tensor, Tensor, Tensor)",
 )
 def _forward(
     sources: list[Tensor],
@@ -111,16 +110,18 @@ def _forward(
     next_weight: Tensor | None,
     eps: float,
     next_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return mixture, p and r ``[…, n]``, and with *next_weight* the mixture's norm and its r (empty without)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mixture, numbers ``[…, 2n + 1]``, and with *next_weight* the mixture's norm (empty without).
+
+    A token's numbers are p and r of its sources and r of the norm behind the mixture.
+    """
     sources = [dense(v) for v in sources]
     first, count, normed = sources[0], len(sources), next_weight is not None
     dim, tokens = first.shape[-1], first.numel() // first.shape[-1]
     out = torch.empty_like(first)
-    p = first.new_empty((*first.shape[:-1], count), dtype=torch.float32)
-    r = torch.empty_like(p)
-    y, next_r = torch.empty_like(out if normed else out[:0]), torch.empty_like(p[..., 0] if normed else p[:0, ..., 0])
-    block = triton.next_power_of_2(dim)
+    numbers = first.new_empty((*first.shape[:-1], 2 * count + 1), dtype=torch.float32)
+    y = torch.empty_like(first) if normed else first.new_empty(0)
+    block = power_of_two(dim)
     resident = _RESIDENT * multiprocessors(first.device)
     if tokens:
         _forward_kernel[(min(tokens, resident) if block > triton_backward.WARP_ROW else tokens,)](
@@ -130,54 +131,44 @@ def _forward(
             query if next_weight is None else dense(next_weight),
             out,
             y,
-            p,
-            r,
-            next_r,
+            numbers,
             tokens,
             eps,
             next_eps,
             NORMED=normed,
             N=count,
-            SLOTS=triton.next_power_of_2(count),
+            SLOTS=power_of_two(count),
             D=dim,
             BLOCK=block,
             STAGES=_STAGES_NORMED if normed else _STAGES,
             num_warps=max(1, block // (32 * _VALUES)),
         )
-    return out, p, r, y, next_r
+    return out, numbers, y
 
 
 @_forward.register_fake
 def _(
     sources: list[Tensor], norm_weight: Tensor, query: Tensor, next_weight: Tensor | None, *_: Any
 ) -> tuple[Tensor, ...]:
-    first, normed = sources[0], next_weight is not None
-    p = first.new_empty((*first.shape[:-1], len(sources)), dtype=torch.float32)
-    y = first.new_empty(first.shape if normed else (0, *first.shape[1:]))
-    next_r = p.new_empty(p.shape[:-1] if normed else (0, *p.shape[1:-1]))
-    return first.new_empty(first.shape), p, torch.empty_like(p), y, next_r
+    first = sources[0]
+    numbers = first.new_empty((*first.shape[:-1], 2 * len(sources) + 1), dtype=torch.float32)
+    return first.new_empty(first.shape), numbers, first.new_empty(0 if next_weight is None else first.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     sources, norm_weight, query, next_weight, _, ctx.next_eps = inputs
-    out, p, r, y, next_r = output
+    out, numbers, y = output
     ctx.normed = next_weight is not None
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(p, r, next_r, out if ctx.normed else y)
-    ctx.save_for_backward(norm_weight, query, next_weight, out, p, r, next_r, *sources)
+    ctx.mark_non_differentiable(numbers, out if ctx.normed else y)
+    ctx.save_for_backward(norm_weight, query, next_weight, out, numbers, *sources)
 
 
-def _pull(ctx: Any, grad: Tensor, handed: list[Tensor | None]) -> tuple[Any, ...]:
-    """Return the gradients of sources, norm_weight, query and next_weight (None without)."""
-    norm_weight, query, next_weight, out, p, r, next_r, *sources = ctx.saved_tensors
-    saved = norm_weight, query, next_weight, out, grad, p, r, next_r
-    grads, d_weight, d_query, d_next = attn_res_backward(sources, handed, *saved, ctx.next_eps)
-    return grads, d_weight, d_query, None if next_weight is None else d_next
-
-
-def _differentiate(ctx: Any, d_out: Tensor, d_p: None, d_r: None, d_y: Tensor, *_: Any) -> tuple[Any, ...]:
-    grad = d_y if ctx.normed else d_out
-    return *_pull(ctx, grad, [None] * (len(ctx.saved_tensors) - 7)), None, None
+def _differentiate(ctx: Any, d_out: Tensor, _: None, d_y: Tensor) -> tuple[Any, ...]:
+    norm_weight, query, next_weight, out, numbers, *sources = ctx.saved_tensors
+    saved = norm_weight, query, next_weight, out, d_y if ctx.normed else d_out, numbers
+    grads, d_weight, d_query, d_next = attn_res_backward(sources, [None] * len(sources), *saved, ctx.next_eps)
+    return list(grads.unbind(0)), d_weight, d_query, d_next if ctx.normed else None, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -193,10 +184,10 @@ class _HandOn(torch.autograd.Function):
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
         *parameters, eps, next_eps = args[:5]
         sources = list(args[5:])
-        out, p, r, y, next_r = _forward.function(sources, *parameters, eps, next_eps)
+        out, numbers, y = _forward.function(sources, *parameters, eps, next_eps)
         ctx.set_materialize_grads(False)
         ctx.next_eps = next_eps
-        ctx.save_for_backward(*parameters, out, p, r, next_r, *sources)
+        ctx.save_for_backward(*parameters, out, numbers, *sources)
         return y, *sources
 
     @staticmethod
@@ -204,8 +195,10 @@ class _HandOn(torch.autograd.Function):
         grad, *handed = grads
         if grad is None:
             return None, None, None, None, None, *handed
-        d_sources, *d_parameters = _pull(ctx, grad, handed)
-        return *d_parameters, None, None, *d_sources
+        norm_weight, query, next_weight, out, numbers, *sources = ctx.saved_tensors
+        saved = norm_weight, query, next_weight, out, grad, numbers
+        d_sources, *d_parameters = attn_res_backward(sources, handed, *saved, ctx.next_eps)
+        return *d_parameters, None, None, *d_sources.unbind(0)
 
 
 def declines(
@@ -241,4 +234,4 @@ def call(
     if torch.is_grad_enabled() and wanted and not torch.compiler.is_compiling():
         y, *handed = _HandOn.apply(norm_weight, query, next_weight, eps, next_eps, *sources)
         return y, handed
-    return _forward(list(sources), norm_weight, query, next_weight, eps, next_eps)[3], list(sources)
+    return _forward(list(sources), norm_weight, query, next_weight, eps, next_eps)[2], list(sources)

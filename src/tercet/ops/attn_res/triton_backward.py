@@ -7,8 +7,8 @@ orthogonal to its input but for ε, so ``δ·out = c ε r²`` with the norm's ow
 
 Programs stay and take every so many-th token. A narrow row belongs to one warp, eight of which work side by side
 (`_narrow_kernel`). A wide row leaves room for one program, so what it waits for counts (`_wide_kernel`): all rows of
-all its tokens are one loop, loads run ahead from one token into the next, and rows come in pairs, first δ and ``out``,
-then two sources at a time, for half as many reductions.
+all its tokens are one loop, loads run ahead from one token into the next, and rows come in pairs: δ and ``out``, then
+two sources for half as many reductions, or a source with the gradient handed in for it.
 
 A gradient that a later reader hands in is added in fp32 before the only rounding. The weights' gradients are partial
 sums of the programs, added in a fixed order.
@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, fitted, multiprocessors, operator
+from tercet.ops.gpu import dense, fitted, multiprocessors, operator, power_of_two
 from tercet.ops.triton_sums import added, launch
 
 WARP_ROW = 1024
@@ -75,24 +75,15 @@ def _behind_norm(delta, mixed, next_r, next_weight, next_eps, column, inside, D:
 
 
 @triton.jit
-def _numbers(p_in, r_in, at, there):
+def _two_numbers(numbers, at, there, N: tl.constexpr):
     """Load p and r of one source of a token."""
-    return tl.load(p_in + at, mask=there, other=0.0), tl.load(r_in + at, mask=there, other=0.0)
+    return tl.load(numbers + at, mask=there, other=0.0), tl.load(numbers + at + N, mask=there, other=0.0)
 
 
 @triton.jit
-def _given(handed, j, at, inside, present, N: tl.constexpr, HANDED: tl.constexpr):
-    """Load the gradient that a later reader handed in; zero without."""
-    if HANDED:
-        return tl.load(source(handed, j, N + 2) + at, mask=inside & ((present >> j & 1) == 1), other=0.0)
-    else:
-        return tl.zeros([], tl.float32)
-
-
-@triton.jit
-def _pull(v, given, dot, product, numbers, centre, delta, folded, D: tl.constexpr):
+def _pull(v, given, dot, product, two, centre, delta, folded, D: tl.constexpr):
     """Return a source's gradient, what was handed in included, and its factor in that of the folded query."""
-    p, r = numbers
+    p, r = two
     pull = p * (dot - centre) * r
     return p * delta + pull * folded - (pull * product * r * r / D) * v + given.to(tl.float32), pull
 
@@ -100,15 +91,13 @@ def _pull(v, given, dot, product, numbers, centre, delta, folded, D: tl.constexp
 @fitted
 @triton.jit
 def _narrow_kernel(
-    rows,
-    handed,
+    first,
+    second,
     grads,
     weight,
     query,
     next_weight,
-    p_in,
-    r_in,
-    next_r_in,
+    numbers,
     partial,
     tokens,
     present,
@@ -121,30 +110,36 @@ def _narrow_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """*first* is δ and the sources, *second* the mixture and what was handed in; see `_wide_kernel`."""
     program = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < D
     folded = folded_query(weight, query, column, inside)
     d_folded, d_next = tl.zeros_like(folded), tl.zeros_like(folded)
+    size = tl.cast(tokens, tl.int64) * D
     token = program
     while token < tokens:
-        at = token * D + column
-        delta = tl.load(rows[0] + at, mask=inside, other=0.0).to(tl.float32)
-        mixed = tl.load(rows[1] + at, mask=inside, other=0.0).to(tl.float32)
+        at, place = token * D + column, token * (2 * N + 1)
+        delta = tl.load(first[0] + at, mask=inside, other=0.0).to(tl.float32)
+        mixed = tl.load(second[0] + at, mask=inside, other=0.0).to(tl.float32)
         if NORMED:
-            next_r = tl.load(next_r_in + token)
+            next_r = tl.load(numbers + place + 2 * N)
             delta, centre, term = _behind_norm(delta, mixed, next_r, next_weight, next_eps, column, inside, D)
             d_next += term
         else:
             centre = tl.sum(delta * mixed, 0)
-        for j in tl.range(2, count, num_stages=STAGES):
-            v = tl.load(source(rows, j, N + 2) + at, mask=inside, other=0.0).to(tl.float32)
-            given = _given(handed, j, at, inside, present, N, HANDED)
-            numbers = _numbers(p_in, r_in, token * N + j - 2, True)
+        for k in tl.range(1, count, num_stages=STAGES):
+            v = tl.load(source(first, k, N + 1) + at, mask=inside, other=0.0).to(tl.float32)
+            given = tl.zeros([], tl.float32)
+            if HANDED:
+                there = inside & ((present >> k & 1) == 1)
+                given = tl.load(source(second, k, N + 1) + at, mask=there, other=0.0)
+            two = _two_numbers(numbers, place + k - 1, True, N)
             dot, product = tl.reduce((v * delta, v * folded), 0, sum_two)
-            d_v, pull = _pull(v, given, dot, product, numbers, centre, delta, folded, D)
+            d_v, pull = _pull(v, given, dot, product, two, centre, delta, folded, D)
             d_folded += pull * v
-            tl.store(source(grads, j, N + 2) + at, d_v.to(grads[0].dtype.element_ty), mask=inside)
+            to = grads + (k - 1) * size + at
+            tl.store(to, d_v.to(grads.dtype.element_ty), mask=inside)
         token += tl.num_programs(0)
     to = partial + program * (2 if NORMED else 1) * D + column
     tl.store(to, d_folded, mask=inside)
@@ -152,18 +147,26 @@ def _narrow_kernel(
         tl.store(to + D, d_next, mask=inside)
 
 
+@triton.jit
+def _second(first, second, k, present, inside, N: tl.constexpr, HANDED: tl.constexpr):
+    """Return where the second row of a wide step is, and its mask."""
+    if HANDED:
+        return source(second, k, N + 1), inside & ((present >> k & 1) == 1)
+    else:
+        row = tl.where(k == 0, second[0], source(first, 2 * k, N + 1))
+        return tl.multiple_of(row, 16), inside & (2 * k <= N)
+
+
 @fitted
 @triton.jit
 def _wide_kernel(
-    rows,
-    handed,
+    first,
+    second,
     grads,
     weight,
     query,
     next_weight,
-    p_in,
-    r_in,
-    next_r_in,
+    numbers,
     partial,
     tokens,
     present,
@@ -176,41 +179,56 @@ def _wide_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
+    """*first* is δ and the sources, *second* the mixture and what was handed in, of which *present* has the bits.
+
+    A step takes δ and the mixture; after them a source and what was handed in for it, or else two sources.
+    """
     program, programs = tl.program_id(0), tl.num_programs(0)
     column = tl.arange(0, BLOCK)
     inside = column < D
     folded = folded_query(weight, query, column, inside)
     d_folded, d_next, delta = tl.zeros_like(folded), tl.zeros_like(folded), tl.zeros_like(folded)
-    centre, numbers_a, numbers_b = 0.0, _numbers(p_in, r_in, 0, False), _numbers(p_in, r_in, 0, False)
-    next_r = tl.load(next_r_in + program) if NORMED else 0.0
-    PAIRS: tl.constexpr = (N + 3) // 2
-    for step in tl.range(0, tl.cdiv(tokens - program, programs) * PAIRS, num_stages=STAGES):
-        j = step % PAIRS * 2
-        token = (program + step // PAIRS * programs).to(tl.int64)
-        at = token * D + column
-        second = inside & (j + 1 < count)
-        a = tl.load(source(rows, j, N + 2) + at, mask=inside, other=0.0).to(tl.float32)
-        b = tl.load(source(rows, j + 1, N + 2) + at, mask=second, other=0.0).to(tl.float32)
-        given_a = _given(handed, j, at, inside, present, N, HANDED)
-        given_b = _given(handed, j + 1, at, second, present, N, HANDED)
-        numbers = token * N + j  # those of the next pair, asked for a step ahead
-        coming_a, coming_b = _numbers(p_in, r_in, numbers, j < N), _numbers(p_in, r_in, numbers + 1, j + 1 < N)
-        if j == 0:
+    size = tl.cast(tokens, tl.int64) * D
+    centre, two_a, two_b = 0.0, _two_numbers(numbers, 0, False, N), _two_numbers(numbers, 0, False, N)
+    next_r = tl.load(numbers + program.to(tl.int64) * (2 * N + 1) + 2 * N)
+    STEPS: tl.constexpr = N + 1 if HANDED else (N + 3) // 2
+    EACH: tl.constexpr = 1 if HANDED else 2
+    for step in tl.range(0, tl.cdiv(tokens - program, programs) * STEPS, num_stages=STAGES):
+        k = step % STEPS
+        i = (k - 1) * EACH
+        token = (program + step // STEPS * programs).to(tl.int64)
+        at, place = token * D + column, token * (2 * N + 1)
+        a = tl.load(source(first, i + 1, N + 1) + at, mask=inside, other=0.0).to(tl.float32)
+        row, there = _second(first, second, k, present, inside, N, HANDED)
+        b = tl.load(row + at, mask=there, other=0.0)
+        # numbers of the next step, asked for now
+        coming_a = _two_numbers(numbers, place + i + EACH, i + EACH < N, N)
+        coming_b = _two_numbers(numbers, place + i + 3, (i + 3 < N) & (not HANDED), N)
+        to = grads + i * size + at
+        if k == 0:
+            mixed = b.to(tl.float32)
             if NORMED:
-                delta, centre, term = _behind_norm(a, b, next_r, next_weight, next_eps, column, inside, D)
+                delta, centre, term = _behind_norm(a, mixed, next_r, next_weight, next_eps, column, inside, D)
                 d_next += term
-                next_r = tl.load(next_r_in + token + programs, mask=token + programs < tokens, other=0.0)
+                later = token + programs
+                next_r = tl.load(numbers + later * (2 * N + 1) + 2 * N, mask=later < tokens, other=0.0)
             else:
-                delta, centre = a, tl.sum(a * b, 0)
-        else:
-            dot_a, product_a, dot_b, product_b = tl.reduce((a * delta, a * folded, b * delta, b * folded), 0, _sum_four)
-            d_a, pull = _pull(a, given_a, dot_a, product_a, numbers_a, centre, delta, folded, D)
+                delta, centre = a, tl.sum(a * mixed, 0)
+        elif HANDED:
+            dot, product = tl.reduce((a * delta, a * folded), 0, sum_two)
+            d_a, pull = _pull(a, b, dot, product, two_a, centre, delta, folded, D)
             d_folded += pull * a
-            tl.store(source(grads, j, N + 2) + at, d_a.to(grads[0].dtype.element_ty), mask=inside)
-            d_b, pull = _pull(b, given_b, dot_b, product_b, numbers_b, centre, delta, folded, D)
-            d_folded += pull * b
-            tl.store(source(grads, j + 1, N + 2) + at, d_b.to(grads[0].dtype.element_ty), mask=second)
-        numbers_a, numbers_b = coming_a, coming_b
+            tl.store(to, d_a.to(grads.dtype.element_ty), mask=inside)
+        else:
+            v, none = b.to(tl.float32), tl.zeros([], tl.float32)
+            dot_a, product_a, dot_b, product_b = tl.reduce((a * delta, a * folded, v * delta, v * folded), 0, _sum_four)
+            d_a, pull = _pull(a, none, dot_a, product_a, two_a, centre, delta, folded, D)
+            d_folded += pull * a
+            tl.store(to, d_a.to(grads.dtype.element_ty), mask=inside)
+            d_v, pull = _pull(v, none, dot_b, product_b, two_b, centre, delta, folded, D)
+            d_folded += pull * v
+            tl.store(to + size, d_v.to(grads.dtype.element_ty), mask=there)
+        two_a, two_b = coming_a, coming_b
     to = partial + program.to(tl.int64) * (2 if NORMED else 1) * D + column
     tl.store(to, d_folded, mask=inside)
     if NORMED:
@@ -247,7 +265,7 @@ def _parameters_kernel(
 @operator(
     "tercet::attn_res_backward",
     schema="(Tensor[] sources, Tensor?[] handed, Tensor norm_weight, Tensor query, Tensor? next_weight, Tensor out,"
-    " Tensor grad, Tensor p, Tensor r, Tensor next_r, float next_eps) -> (Tensor[], Tensor, Tensor, Tensor)",
+    " Tensor grad, Tensor numbers, float next_eps) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def attn_res_backward(
     sources: list[Tensor],
@@ -257,49 +275,50 @@ def attn_res_backward(
     next_weight: Tensor | None,
     out: Tensor,
     grad: Tensor,
-    p: Tensor,
-    r: Tensor,
-    next_r: Tensor,
+    numbers: Tensor,
     next_eps: float,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Return the gradients of the sources, *handed* ones added, of both parameters and of *next_weight* (or empty)."""
-    sources = [dense(v) for v in sources]
-    first, count, normed = sources[0], len(sources), next_weight is not None
-    dim, tokens = first.shape[-1], first.numel() // first.shape[-1]
-    given = [v if d is None else dense(d) for v, d in zip(sources, handed)]
-    grads = [torch.empty_like(v) for v in sources]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the sources ``[n, …]`` with *handed* added, of both parameters and of *next_weight*.
+
+    One tensor for all sources: they are used up together, by the reader before, and it costs the CPU less.
+    """
+    count, normed = len(sources), next_weight is not None
+    dim, tokens = out.shape[-1], out.numel() // out.shape[-1]
+    present = sum([2 << i for i, d in enumerate(handed) if d is not None])
+    first = (dense(grad), *[dense(v) for v in sources])
+    second = (out, *[out if d is None else dense(d) for d in handed]) if present else (out,)
     norm_weight, query = dense(norm_weight), dense(query)
-    block = triton.next_power_of_2(dim)
+    behind = query if next_weight is None else dense(next_weight)
+    grads = out.new_empty((count, *out.shape))
+    block = power_of_two(dim)
+    warps = max(1, block // 1024)
     kernel, stages = (_narrow_kernel, _NARROW) if block <= WARP_ROW else (_wide_kernel, _WIDE)
-    warps, any_handed = max(1, block // 1024), any(d is not None for d in handed)
-    programs = min(tokens, max(1, _RESIDENT // warps) * multiprocessors(first.device))
-    partial = first.new_empty((programs, 2 if normed else 1, dim), dtype=torch.float32)
+    programs = min(tokens, max(1, _RESIDENT // warps) * multiprocessors(out.device))
+    partial = out.new_empty((programs, 2 if normed else 1, dim), dtype=torch.float32)
     if tokens:
         kernel[(programs,)](
-            (dense(grad), out, *sources),
-            (out, out, *given),
-            (out, out, *grads),
+            first,
+            second,
+            grads,
             norm_weight,
             query,
-            query if next_weight is None else dense(next_weight),
-            p,
-            r,
-            next_r,
+            behind,
+            numbers,
             partial,
             tokens,
-            sum(4 << i for i, d in enumerate(handed) if d is not None),
-            count + 2,
+            present + 1,
+            count + 1,
             next_eps,
             NORMED=normed,
-            HANDED=any_handed,
+            HANDED=present > 0,
             N=count,
             D=dim,
             BLOCK=block,
-            STAGES=stages[any_handed],
+            STAGES=stages[present > 0],
             num_warps=warps,
         )
     d_weight, d_query = torch.empty_like(norm_weight), torch.empty_like(query)
-    d_next = query.new_empty(0) if next_weight is None else torch.empty_like(dense(next_weight))
+    d_next = torch.empty_like(behind) if normed else query.new_empty(0)
     columns, tile = launch(dim)
     _parameters_kernel[(columns, 2 if normed else 1)](
         partial, norm_weight, query, d_weight, d_query, d_next, programs, NORMED=normed, D=dim, **tile
@@ -315,7 +334,7 @@ def _(
     query: Tensor,
     next_weight: Tensor | None,
     *_: Any,
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     d_next = query.new_empty(0) if next_weight is None else next_weight.new_empty(next_weight.shape)
-    grads = [v.new_empty(v.shape) for v in sources]
+    grads = sources[0].new_empty((len(sources), *sources[0].shape))
     return grads, norm_weight.new_empty(norm_weight.shape), query.new_empty(query.shape), d_next

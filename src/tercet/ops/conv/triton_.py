@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.glu.triton_ import sigmoid
-from tercet.ops.gpu import dense, float_refusal, operator
+from tercet.ops.gpu import blocks, dense, float_refusal, operator
 from tercet.ops.packing import positions
 from tercet.ops.triton_sums import row_sum
 
@@ -294,7 +294,7 @@ def _backward_kernel(
 def _launch(tokens: int, channels: int, tile: tuple[int, int, int]) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid and the kernel's tile."""
     span, block, warps = tile
-    return (triton.cdiv(tokens, span), triton.cdiv(channels, block)), {"SPAN": span, "BC": block, "num_warps": warps}
+    return (blocks(tokens, span), blocks(channels, block)), {"SPAN": span, "BC": block, "num_warps": warps}
 
 
 @operator(
@@ -347,7 +347,7 @@ def _backward(
             **shape,
             **tile,
         )
-    return d_x, row_sum(partial, weight.dtype).t()[:, None].contiguous()
+    return d_x, row_sum(partial, weight.dtype)[:, None]
 
 
 @_backward.register_fake

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.glu.triton_ import sigmoid
-from tercet.ops.gpu import FLOATS, dense, float_refusal, operator
+from tercet.ops.gpu import FLOATS, blocks, dense, float_refusal, operator
 
 _BLOCK = 2048
 
@@ -40,7 +40,7 @@ def _gate(o: Tensor, gate: Tensor, dtype: torch.dtype) -> Tensor:
     o, gate = dense(o), dense(gate)
     out = torch.empty_like(o, dtype=dtype)
     if o.numel():
-        _forward_kernel[(triton.cdiv(o.numel(), _BLOCK),)](o, gate, out, o.numel(), BLOCK=_BLOCK, num_warps=8)
+        _forward_kernel[(blocks(o.numel(), _BLOCK),)](o, gate, out, o.numel(), BLOCK=_BLOCK, num_warps=8)
     return out
 
 
@@ -54,9 +54,7 @@ def _gate_backward(grad: Tensor, o: Tensor, gate: Tensor) -> tuple[Tensor, Tenso
     grad, o, gate = dense(grad), dense(o), dense(gate)
     d_o, d_gate = torch.empty_like(o), torch.empty_like(gate)
     if o.numel():
-        _backward_kernel[(triton.cdiv(o.numel(), _BLOCK),)](
-            grad, o, gate, d_o, d_gate, o.numel(), BLOCK=_BLOCK, num_warps=8
-        )
+        _backward_kernel[(blocks(o.numel(), _BLOCK),)](grad, o, gate, d_o, d_gate, o.numel(), BLOCK=_BLOCK, num_warps=8)
     return d_o, d_gate
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import INTERPRETED, dense, float_refusal, operator
+from tercet.ops.gpu import INTERPRETED, blocks, dense, float_refusal, operator
 from tercet.ops.kda.triton_math import exp2, reciprocal
 
 _BLOCK, _WARPS = 1024, 4
@@ -134,7 +134,7 @@ def _situ(gate: Tensor, up: Tensor, beta: float, linear_beta: float) -> Tensor:
     gate, up = dense(gate), dense(up)
     out = torch.empty_like(gate)
     if gate.numel():
-        _forward_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](
+        _forward_kernel[(blocks(gate.numel(), _BLOCK),)](
             gate, up, out, gate.numel(), beta, linear_beta, BLOCK=_BLOCK, num_warps=_WARPS
         )
     return out
@@ -153,7 +153,7 @@ def _situ_backward(grad: Tensor, gate: Tensor, up: Tensor, beta: float, linear_b
     grad, gate, up = dense(grad), dense(gate), dense(up)
     d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
     if gate.numel():
-        _backward_kernel[(triton.cdiv(gate.numel(), _BLOCK),)](
+        _backward_kernel[(blocks(gate.numel(), _BLOCK),)](
             grad, gate, up, d_gate, d_up, gate.numel(), beta, linear_beta, BLOCK=_BLOCK, num_warps=_WARPS
         )
     return d_gate, d_up

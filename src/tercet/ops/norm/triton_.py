@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.glu.triton_ import sigmoid
-from tercet.ops.gpu import dense, fitted, float_refusal, multiprocessors, operator
+from tercet.ops.gpu import blocks, dense, fitted, float_refusal, multiprocessors, operator, power_of_two
 from tercet.ops.triton_sums import row_sum
 
 MAX_WIDTH = 16384
@@ -100,7 +100,7 @@ def _backward_kernel(
 def _shape(x: Tensor, values: int) -> tuple[int, dict[str, int]]:
     """Return the number of rows and the kernels' tile of about *values*."""
     dim = x.shape[-1]
-    block = triton.next_power_of_2(dim)
+    block = power_of_two(dim)
     tile = max(values, block)
     return x.numel() // dim, {"D": dim, "ROWS": tile // block, "BLOCK": block, "num_warps": tile // 1024}
 
@@ -112,7 +112,7 @@ def _forward(x: Tensor, gate: Tensor | None, weight: Tensor, eps: float) -> tupl
     rows, tile = _shape(x, _FORWARD)
     if rows:
         beside = x if gate is None else dense(gate)
-        _forward_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
+        _forward_kernel[(blocks(rows, tile["ROWS"]),)](
             x, beside, weight, out, r, rows, eps, GATED=gate is not None, **tile
         )
     return out, r
@@ -131,10 +131,10 @@ def _backward(x: Tensor, gate: Tensor | None, weight: Tensor, grad: Tensor, r: T
     x, grad, weight = dense(x), dense(grad), dense(weight)
     beside = x if gate is None else dense(gate)
     d_x = torch.empty_like(x)
-    d_gate = torch.empty_like(x if gate is not None else x[:0])
+    d_gate = x.new_empty(0) if gate is None else torch.empty_like(x)
     rows, tile = _shape(x, _BACKWARD)
     resident = max(1, _RESIDENT // tile["num_warps"]) * multiprocessors(x.device)
-    programs = min(max(1, triton.cdiv(rows, tile["ROWS"])), resident)
+    programs = min(max(1, blocks(rows, tile["ROWS"])), resident)
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     _backward_kernel[(programs,)](
         x, beside, weight, grad, r, d_x, d_gate, partial, rows, GATED=gate is not None, STAGES=_STAGES, **tile
