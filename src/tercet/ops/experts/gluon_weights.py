@@ -25,6 +25,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from tercet.ops.gpu import blocks
+
 HALF = gl.constexpr(128)
 """Columns of the left operand that a group of warps owns."""
 COLUMNS = gl.constexpr(128)
@@ -158,6 +160,6 @@ def weight_gradient(ends: Tensor, left: Tensor, right: Tensor) -> Tensor:
     out = torch.empty(count, m, n, dtype=left.dtype, device=left.device)
     split = 2 if n > 1024 else 1
     triton.set_allocator(_reserve)
-    grid = (count * triton.cdiv(m, 2 * HALF.value) * split,)
+    grid = (count * blocks(m, 2 * HALF.value) * split,)
     weight_gradient_kernel[grid](left, right, out, ends, M=m, N=n, SPLIT=split, num_warps=4)
     return out

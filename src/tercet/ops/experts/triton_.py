@@ -10,21 +10,22 @@ Shapes: T tokens, k choices, R = T·k rows, E experts, L latent width, I inner w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tercet.ops.experts import gluon_weights
-from tercet.ops.experts.triton_plan import TileTable, plan_rows, tile_rows
+from tercet.ops.experts.triton_plan import plan_rows, tile_bound
 from tercet.ops.experts.triton_products import gate_up_kernel, rows_kernel, weight_gradient_kernel
 from tercet.ops.experts.triton_rows import combine_kernel, pull_kernel, spread_kernel
 from tercet.ops.glu import Activation
-from tercet.ops.gpu import INTERPRETED, dense, float_refusal, operand_type, operator
+from tercet.ops.gpu import INTERPRETED, blocks, dense, float_refusal, operand_type, operator, power_of_two
 
 _GROUP = 4
 """Row tiles that meet the weights together."""
@@ -61,6 +62,7 @@ def _height(rows: int, experts: int, dtype: torch.dtype) -> int:
     return min(height, 64) if dtype == torch.float32 else height
 
 
+@lru_cache(maxsize=64)
 def _row_tile(height: int, depth: int, dtype: torch.dtype, *, sums: int = 1, few_rows: bool = False) -> Tile:
     """Choose a tile for products over rows.
 
@@ -96,22 +98,23 @@ def _weight_tile(dtype: torch.dtype) -> Tile:
 class _Work:
     """Rows cut into tiles, and what all products over rows share."""
 
-    table: TileTable
-    ends: Tensor
+    tiles: Tensor
+    dtype: torch.dtype
     height: int
     few_rows: bool
     """Experts have fewer than four tiles in the mean."""
 
     @classmethod
-    def cut(cls, ends: Tensor, rows: int, dtype: torch.dtype) -> _Work:
-        height = _height(rows, len(ends), dtype)
-        return cls(tile_rows(ends, rows, height), ends, height, rows < 4 * height * len(ends))
+    def of(cls, tiles: Tensor, rows: int, count: int, dtype: torch.dtype) -> _Work:
+        height = _height(rows, count, dtype)
+        return cls(tiles, dtype, height, rows < 4 * height * count)
 
     def run(
         self,
         kernel: Any,
-        operands: list[Tensor],
-        outputs: list[Tensor],
+        rows: Sequence[Tensor | None],
+        weights: Sequence[Tensor | None],
+        outputs: Sequence[Tensor],
         *scalars: float,
         tile: Tile,
         depth: int,
@@ -119,48 +122,45 @@ class _Work:
         transposed: bool = False,
         **sizes: Any,
     ) -> None:
-        """Launch a kernel of `triton_products` on rows ``[R, depth]`` and weights ``[E, ., .]``."""
-        dtype = operands[0].dtype
-        bulk = depth % tile.depth == columns % tile.columns == 0 and (INTERPRETED or dtype != torch.float32)
-        blocks = {2: [tile.rows, tile.depth], 3: [tile.columns, tile.depth][:: -1 if transposed else 1]}
-        whole = [_descriptor(x, blocks[x.ndim]) if bulk else x for x in operands]
-        halves = [
-            _descriptor(x, [tile.rows // 2, tile.depth]) if bulk and tile.halved else y
-            for x, y in zip(operands, whole)
-            if x.ndim == 2
-        ]
-        kernel[(len(self.table.expert) * triton.cdiv(columns, tile.columns),)](
-            *whole,
-            *halves,
+        """Launch a kernel of `triton_products` on rows ``[R, depth]`` and weights ``[E, ., .]``.
+
+        A descriptor costs the CPU some microseconds, so an operand that a kernel does not read is None.
+        """
+        bulk = depth % tile.depth == columns % tile.columns == 0 and (INTERPRETED or self.dtype != torch.float32)
+        across = [tile.depth, tile.columns] if transposed else [tile.columns, tile.depth]
+        kernel[(len(self.tiles) // 3 * blocks(columns, tile.columns),)](
+            *(_operand(x, [tile.rows, tile.depth], bulk) for x in rows),
+            *(_operand(x, across, bulk) for x in weights),
+            *(_operand(x, [tile.rows // 2, tile.depth], bulk) if tile.halved else None for x in rows),
             *outputs,
-            *self.table,
-            self.ends,
+            self.tiles,
             *scalars,
             **sizes,
             GROUP=_GROUP,
             HALVE=tile.halved,
             BULK=bulk,
-            OPERAND=operand_type(dtype),
+            OPERAND=operand_type(self.dtype),
             **tile.launch(),
         )
 
 
-def _descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+def _operand(x: Tensor | None, block: list[int], bulk: bool) -> TensorDescriptor | Tensor | None:
     """Describe rows, or the weights of all experts one below the other, in blocks."""
-    return TensorDescriptor.from_tensor(x.flatten(0, -2), block)
+    return TensorDescriptor.from_tensor(x.flatten(0, -2), block) if bulk and x is not None else x
 
 
 def _multiply(work: _Work, pairs: list[tuple[Tensor, Tensor]], dtype: torch.dtype, *, transposed: bool) -> Tensor:
-    """``Σ rows @ wᵀ`` (or ``rows @ w``) of the row's own expert; weights are ``[E, out, in]``."""
-    (a, w), (a2, w2) = pairs[0], pairs[-1]
+    """``Σ rows @ wᵀ`` (or ``rows @ w``) of the row's own expert, of one or two pairs; weights are ``[E, out, in]``."""
+    a, w = pairs[0]
     depth, columns = (w.shape[1], w.shape[2]) if transposed else (w.shape[2], w.shape[1])
     out = torch.empty(len(a), columns, dtype=dtype, device=a.device)
-    tile = _row_tile(work.height, depth, a.dtype, few_rows=work.few_rows)
+    second = pairs[1] if len(pairs) > 1 else (None, None)
     work.run(
         rows_kernel,
-        [a, w, a2, w2],
-        [out],
-        tile=tile,
+        (a, second[0]),
+        (w, second[1]),
+        (out,),
+        tile=_row_tile(work.height, depth, a.dtype, few_rows=work.few_rows),
         depth=depth,
         columns=columns,
         transposed=transposed,
@@ -185,7 +185,7 @@ def _weight_gradient(ends: Tensor, left: Tensor, right: Tensor) -> Tensor:
         return F.grouped_mm(left.t(), right, offs=ends)
     tile = _weight_tile(left.dtype)
     out = torch.empty(count, m, n, dtype=left.dtype, device=left.device)
-    weight_gradient_kernel[(count * triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns),)](
+    weight_gradient_kernel[(count * blocks(m, tile.rows) * blocks(n, tile.columns),)](
         left, right, out, ends, M=m, N=n, OPERAND=operand_type(left.dtype), **tile.launch()
     )
     return out
@@ -195,8 +195,8 @@ def _spread(tokens: Tensor, slot: Tensor) -> Tensor:
     """Return every row's token."""
     (count, chosen), width = slot.shape, tokens.shape[1]
     out = torch.empty(slot.numel(), width, dtype=tokens.dtype, device=tokens.device)
-    block = min(512, triton.next_power_of_2(width))
-    spread_kernel[(triton.cdiv(count, _SPREAD), triton.cdiv(width, block))](
+    block = min(512, power_of_two(width))
+    spread_kernel[(blocks(count, _SPREAD), blocks(width, block))](
         tokens, slot, out, count, WIDTH=width, CHOSEN=chosen, TOKENS=_SPREAD, BLOCK=block, num_warps=2
     )
     return out
@@ -206,8 +206,8 @@ def _combine(rows: Tensor, slot: Tensor, weights: Tensor | None, dtype: torch.dt
     tokens, chosen = slot.shape
     width = rows.shape[1]
     out = torch.empty(tokens, width, dtype=dtype, device=rows.device)
-    block = min(2048, triton.next_power_of_2(width))
-    combine_kernel[(tokens, triton.cdiv(width, block))](
+    block = min(2048, power_of_two(width))
+    combine_kernel[(tokens, blocks(width, block))](
         rows,
         slot,
         slot if weights is None else weights,
@@ -223,7 +223,7 @@ def _combine(rows: Tensor, slot: Tensor, weights: Tensor | None, dtype: torch.dt
 @operator(
     "tercet::routed_experts",
     schema="(Tensor z, Tensor weights, Tensor experts, Tensor w1, Tensor w2, Tensor w3, bool situ, float beta,"
-    " float linear_beta) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    " float linear_beta) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _forward(
     z: Tensor,
@@ -235,20 +235,21 @@ def _forward(
     situ: bool,
     beta: float,
     linear_beta: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     z, weights, w1, w2, w3 = map(dense, (z, weights, w1, w2, w3))
     count, inner, latent = w1.shape
-    plan = plan_rows(experts, count)
-    rows = len(plan.choice)
+    rows = experts.numel()
+    plan = plan_rows(experts, count, _height(rows, count, z.dtype))
     gate = torch.empty(rows, inner, dtype=z.dtype, device=z.device)
     up, hidden = torch.empty_like(gate), torch.empty_like(gate)
     if rows == 0:
         return torch.empty_like(z), gate, up, *plan
-    work = _Work.cut(plan.ends, rows, z.dtype)
+    work = _Work.of(plan.tiles, rows, count, z.dtype)
     work.run(
         gate_up_kernel,
-        [_spread(z, plan.slot), w1, w3],
-        [gate, up, hidden],
+        (_spread(z, plan.slot),),
+        (w1, w3),
+        (gate, up, hidden),
         beta,
         linear_beta,
         tile=_row_tile(work.height, latent, z.dtype, sums=2, few_rows=work.few_rows),
@@ -269,13 +270,15 @@ def _(z: Tensor, weights: Tensor, experts: Tensor, w1: Tensor, *_: Any) -> tuple
     choice = experts.new_empty((rows,), dtype=torch.int32)
     slot = experts.new_empty(experts.shape, dtype=torch.int32)
     ends = experts.new_empty((w1.shape[0],), dtype=torch.int32)
-    return z.new_empty(z.shape), gate, torch.empty_like(gate), choice, slot, ends
+    bound = tile_bound(rows, w1.shape[0], _height(rows, w1.shape[0], z.dtype))
+    tiles = experts.new_empty((1 + 3 * bound,), dtype=torch.int32)
+    return z.new_empty(z.shape), gate, torch.empty_like(gate), choice, slot, ends, tiles
 
 
 @operator(
     "tercet::routed_experts_backward",
     schema="(Tensor d_out, Tensor z, Tensor weights, Tensor w1, Tensor w2, Tensor w3, Tensor gate, Tensor up,"
-    " Tensor choice, Tensor slot, Tensor ends, bool situ, float beta, float linear_beta)"
+    " Tensor choice, Tensor slot, Tensor ends, Tensor tiles, bool situ, float beta, float linear_beta)"
     " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
 )
 def _backward(
@@ -290,6 +293,7 @@ def _backward(
     choice: Tensor,
     slot: Tensor,
     ends: Tensor,
+    tiles: Tensor,
     situ: bool,
     beta: float,
     linear_beta: float,
@@ -299,11 +303,11 @@ def _backward(
     if rows == 0:
         zeros = (torch.zeros_like(w1), torch.zeros_like(w2), torch.zeros_like(w3))
         return torch.empty_like(z), torch.empty_like(weights), *zeros
-    work = _Work.cut(ends, rows, z.dtype)
+    work = _Work.of(tiles, rows, len(ends), z.dtype)
     rows_d_out = _spread(d_out, slot)
     d_gate = _multiply(work, [(rows_d_out, w2)], z.dtype, transposed=True)
     weighted, d_up, d_weights = torch.empty_like(gate), torch.empty_like(gate), torch.empty_like(weights)
-    block = min(1024, triton.next_power_of_2(inner))
+    block = min(1024, power_of_two(inner))
     pull_kernel[(rows,)](
         d_gate,
         choice,

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tercet.ops.gpu import blocks, power_of_two
+
 _CHOICES = 64
 _BINS = 32
 _BLOCKS = 2048
@@ -24,7 +26,7 @@ _BLOCKS = 2048
 
 
 class Plan(NamedTuple):
-    """Rows sorted by expert."""
+    """Rows sorted by expert, and cut into tiles that never cross an expert."""
 
     choice: Tensor
     """[R] flat choice (token · k + position) of every row."""
@@ -32,17 +34,8 @@ class Plan(NamedTuple):
     """[T, k] row of every choice."""
     ends: Tensor
     """[E] end of every expert's rows."""
-
-
-class TileTable(NamedTuple):
-    """Tiles of rows that never cross an expert."""
-
-    expert: Tensor
-    """[bound] expert of the tile."""
-    first: Tensor
-    """[bound] first row of the tile."""
-    used: Tensor
-    """[1] tiles there are; the tables hold nothing after them."""
+    tiles: Tensor
+    """[1 + 3 · bound] number of tiles, then of each its expert, its first row and the end of its expert's rows."""
 
 
 @triton.jit
@@ -86,46 +79,45 @@ def _place_kernel(experts, before, ends, choice, slot, rows, blocks, CHOICES: tl
     tl.store(choice + row, at, mask=inside)
 
 
-def plan_rows(experts: Tensor, count: int) -> Plan:
-    """Sort the choices ``[T, k]`` of *count* experts by expert."""
-    flat = experts.contiguous()
-    rows = flat.numel()
-    blocks = max(1, triton.cdiv(rows, _CHOICES))
-    counts = torch.empty(count, blocks, dtype=torch.int32, device=experts.device)
-    totals = counts.new_empty(count)
-    _count_kernel[(blocks,)](flat, counts, rows, count, blocks, CHOICES=_CHOICES, BINS=_BINS)
-    _scan_kernel[(count,)](counts, totals, blocks, BLOCK=min(_BLOCKS, triton.next_power_of_2(blocks)))
-    ends = totals.cumsum(0, dtype=torch.int32)
-    choice = counts.new_empty(rows)
-    slot = counts.new_empty(experts.shape)
-    _place_kernel[(blocks,)](flat, counts, ends, choice, slot, rows, blocks, CHOICES=_CHOICES)
-    return Plan(choice, slot, ends)
-
-
 @triton.jit
-def _tile_kernel(ends, expert, first, used, count, SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Program e writes the tiles of expert e."""
+def _tile_kernel(totals, ends, tiles, count, SIZE: tl.constexpr, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Program e finds where expert e's rows end, and writes its tiles."""
     mine = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
-    real = index < count
-    end = tl.load(ends + index, mask=real, other=0)
-    begin = tl.load(ends + index - 1, mask=real & (index > 0), other=0)
-    needed = tl.where(real, (end - begin + SIZE - 1) // SIZE, 0)
+    rows = tl.load(totals + index, mask=index < count, other=0)
+    needed = (rows + SIZE - 1) // SIZE
+    begin = tl.sum(tl.where(index < mine, rows, 0), 0)
+    end = begin + tl.load(totals + mine)
     from_tile = tl.sum(tl.where(index < mine, needed, 0), 0)
-    to_tile = from_tile + tl.sum(tl.where(index == mine, needed, 0), 0)
-    row = tl.sum(tl.where(index == mine, begin, 0), 0)
+    to_tile = from_tile + (end - begin + SIZE - 1) // SIZE
     for start in range(from_tile, to_tile, BLOCK):
         tile = start + tl.arange(0, BLOCK)
-        tl.store(expert + tile, tl.zeros([BLOCK], tl.int32) + mine, mask=tile < to_tile)
-        tl.store(first + tile, row + (tile - from_tile) * SIZE, mask=tile < to_tile)
+        to = tiles + 1 + 3 * tile
+        inside = tile < to_tile
+        tl.store(to, tl.zeros([BLOCK], tl.int32) + mine, mask=inside)
+        tl.store(to + 1, begin + (tile - from_tile) * SIZE, mask=inside)
+        tl.store(to + 2, tl.zeros([BLOCK], tl.int32) + end, mask=inside)
+    tl.store(ends + mine, end)
     if mine == count - 1:
-        tl.store(used, to_tile)
+        tl.store(tiles, to_tile)
 
 
-def tile_rows(ends: Tensor, rows: int, size: int) -> TileTable:
-    """Cut every expert's rows into tiles of *size*."""
-    count = len(ends)
-    bound = rows // size + min(count, rows)
-    table = TileTable(ends.new_empty(bound), ends.new_empty(bound), ends.new_empty(1))
-    _tile_kernel[(count,)](ends, *table, count, SIZE=size, EXPERTS=triton.next_power_of_2(count), BLOCK=64)
-    return table
+def tile_bound(rows: int, count: int, height: int) -> int:
+    """Return how many tiles of *height* there can be."""
+    return rows // height + min(count, rows)
+
+
+def plan_rows(experts: Tensor, count: int, height: int) -> Plan:
+    """Sort the choices ``[T, k]`` of *count* experts by expert, and cut every expert's rows into tiles of *height*."""
+    flat = experts.contiguous()
+    rows = flat.numel()
+    spans = max(1, blocks(rows, _CHOICES))
+    counts = torch.empty(count, spans, dtype=torch.int32, device=experts.device)
+    totals, ends = counts.new_empty(count), counts.new_empty(count)
+    choice, slot = counts.new_empty(rows), counts.new_empty(experts.shape)
+    tiles = counts.new_empty(1 + 3 * tile_bound(rows, count, height))
+    _count_kernel[(spans,)](flat, counts, rows, count, spans, CHOICES=_CHOICES, BINS=_BINS)
+    _scan_kernel[(count,)](counts, totals, spans, BLOCK=min(_BLOCKS, power_of_two(spans)))
+    _tile_kernel[(count,)](totals, ends, tiles, count, SIZE=height, EXPERTS=power_of_two(count), BLOCK=64)
+    _place_kernel[(spans,)](flat, counts, ends, choice, slot, rows, spans, CHOICES=_CHOICES)
+    return Plan(choice, slot, ends, tiles)

@@ -1,6 +1,6 @@
 """Grouped matrix products over rows sorted by expert.
 
-A program owns a tile of rows of one expert (`TileTable`) times a tile of columns. `GROUP` row tiles are taken together
+A program owns a tile of rows of one expert (`Plan.tiles`) times a tile of columns. `GROUP` row tiles are taken together
 before the column tile advances, so the row tiles of an expert meet its weights in the L2 cache. Sums are fp32. With
 HALVE, a tile of which at most half the rows exist runs at half height: with few rows an expert, last tiles are many.
 
@@ -21,13 +21,12 @@ from tercet.ops.gpu import fitted
 
 
 @triton.jit
-def _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP: tl.constexpr):
+def _locate(program, count, columns, tiles, GROUP: tl.constexpr):
     """Return a program's expert, first row, the end of the expert's rows, and its column tile."""
     group = program // (GROUP * columns)
-    size = tl.minimum(tiles - group * GROUP, GROUP)
-    tile = group * GROUP + (program % (GROUP * columns)) % size
-    expert = tl.load(tile_expert + tile)
-    return expert, tl.load(tile_first + tile), tl.load(ends + expert), (program % (GROUP * columns)) // size
+    size = tl.minimum(count - group * GROUP, GROUP)
+    tile = tiles + 1 + 3 * (group * GROUP + (program % (GROUP * columns)) % size)
+    return tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), (program % (GROUP * columns)) // size
 
 
 @triton.jit
@@ -141,16 +140,13 @@ def _rows_tile(
 @triton.jit
 def rows_kernel(
     a,
-    w,
     a2,
+    w,
     w2,
     a_half,
     a2_half,
     out,
-    tile_expert,
-    tile_first,
-    used,
-    ends,
+    tiles,
     DEPTH: tl.constexpr,
     COLUMNS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
@@ -166,11 +162,11 @@ def rows_kernel(
     """Multiply every row by its expert's weight and, with TWO, add a second such product."""
     columns: tl.constexpr = (COLUMNS + BN - 1) // BN
     half: tl.constexpr = BM // 2
-    tiles = tl.load(used)
+    count = tl.load(tiles)
     program = tl.program_id(0)
-    if program >= tiles * columns:
+    if program >= count * columns:
         return
-    e, first, end, n = _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP)
+    e, first, end, n = _locate(program, count, columns, tiles, GROUP)
     if HALVE:
         if end - first > half:
             _rows_tile(a, w, a2, w2, out, e, first, end, n, DEPTH, COLUMNS, TRANSPOSED, TWO, BM, BN, BK, BULK, OPERAND)
@@ -254,10 +250,7 @@ def gate_up_kernel(
     gate,
     up,
     hidden,
-    tile_expert,
-    tile_first,
-    used,
-    ends,
+    tiles,
     beta,
     linear_beta,
     L: tl.constexpr,
@@ -274,11 +267,11 @@ def gate_up_kernel(
     """Multiply rows by both input projections of their expert and activate."""
     columns: tl.constexpr = (INNER + BN - 1) // BN
     half: tl.constexpr = BM // 2
-    tiles = tl.load(used)
+    count = tl.load(tiles)
     program = tl.program_id(0)
-    if program >= tiles * columns:
+    if program >= count * columns:
         return
-    e, first, end, n = _locate(program, tiles, columns, tile_expert, tile_first, ends, GROUP)
+    e, first, end, n = _locate(program, count, columns, tiles, GROUP)
     if HALVE:
         if end - first > half:
             _gate_up_tile(
