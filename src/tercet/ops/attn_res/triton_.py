@@ -175,7 +175,7 @@ _forward.register_autograd(_differentiate, setup_context=_save)
 
 
 class _HandOn(torch.autograd.Function):
-    """`attn_res_norm`, which gives its sources out again and adds their gradients to its own.
+    """`attn_res_read`, which gives its sources out again and adds their gradients to its own.
 
     Not an operator of torch.library, which must not return its inputs; a compiler sees `_forward`.
     """
