@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.glu.triton_ import sigmoid
-from tercet.ops.gpu import dense, float_refusal, operator
+from tercet.ops.gpu import blocks, dense, float_refusal, operator, power_of_two
 from tercet.ops.router import Routing
 
 MAX_EXPERTS = 4096
@@ -108,9 +108,9 @@ def _backward_kernel(
 
 
 def _shape(experts: int, top_k: int) -> dict[str, int]:
-    padded = triton.next_power_of_2(experts)
+    padded = power_of_two(experts)
     rows = max(1, min(16, _TILE // padded))
-    return {"E": experts, "K": top_k, "ROWS": rows, "EXPERTS": padded, "CHOICES": triton.next_power_of_2(top_k)}
+    return {"E": experts, "K": top_k, "ROWS": rows, "EXPERTS": padded, "CHOICES": power_of_two(top_k)}
 
 
 @operator(
@@ -127,7 +127,7 @@ def _forward(
     experts = torch.empty(tokens, top_k, dtype=torch.int64, device=logits.device)
     tile = _shape(count, top_k)
     if tokens:
-        _forward_kernel[(triton.cdiv(tokens, tile["ROWS"]),)](
+        _forward_kernel[(blocks(tokens, tile["ROWS"]),)](
             logits,
             dense(bias),
             weights,
@@ -169,7 +169,7 @@ def _backward(
     d_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
     tile = _shape(count, top_k)
     if tokens:
-        _backward_kernel[(triton.cdiv(tokens, tile["ROWS"]),)](
+        _backward_kernel[(blocks(tokens, tile["ROWS"]),)](
             dense(d_weights),
             scores if d_scores is None else dense(d_scores),
             experts,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, operator
+from tercet.ops.gpu import blocks, dense, operator, power_of_two
 
 _BLOCK = 4096
 """Choices a program counts."""
@@ -45,7 +45,7 @@ def _choices_kernel(
 )
 def _count(loads: Tensor, experts: Tensor, valid: Tensor | None) -> None:
     if experts.numel():
-        _choices_kernel[(triton.cdiv(experts.numel(), _BLOCK),)](
+        _choices_kernel[(blocks(experts.numel(), _BLOCK),)](
             loads,
             dense(experts),
             experts if valid is None else dense(valid),
@@ -54,7 +54,7 @@ def _count(loads: Tensor, experts: Tensor, valid: Tensor | None) -> None:
             E=len(loads),
             MASKED=valid is not None,
             BLOCK=_BLOCK,
-            EXPERTS=triton.next_power_of_2(len(loads)),
+            EXPERTS=power_of_two(len(loads)),
         )
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, fitted, float_refusal, operand_type, operator
+from tercet.ops.gpu import blocks, dense, fitted, float_refusal, operand_type, operator
 
 _SPLIT = 1024
 _LOGITS = {"BM": 128, "BN": 64, "BK": 64, "num_warps": 4, "num_stages": 3}
@@ -152,7 +152,7 @@ def _split(weight: Tensor) -> Tensor:
     """Return the parts ``[3, E, H]`` of the weight."""
     parts = torch.empty(3, *weight.shape, dtype=torch.bfloat16, device=weight.device)
     count = weight.numel()
-    _split_kernel[(triton.cdiv(count, _SPLIT),)](weight, parts, count, BLOCK=_SPLIT)
+    _split_kernel[(blocks(count, _SPLIT),)](weight, parts, count, BLOCK=_SPLIT)
     return parts
 
 
@@ -162,7 +162,7 @@ def _forward(x: Tensor, weight: Tensor) -> Tensor:
     (tokens, hidden), count = x.shape, len(weight)
     out = torch.empty(tokens, count, dtype=torch.float32, device=x.device)
     if tokens:
-        grid = (triton.cdiv(tokens, _LOGITS["BM"]), triton.cdiv(count, _LOGITS["BN"]))
+        grid = (blocks(tokens, _LOGITS["BM"]), blocks(count, _LOGITS["BN"]))
         operand = operand_type(x.dtype)
         _logits_kernel[grid](x, _split(weight), out, tokens, E=count, H=hidden, OPERAND=operand, **_LOGITS)
     return out
@@ -181,11 +181,11 @@ def _backward(d_logits: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tens
     if not tokens:
         return d_x, torch.zeros_like(weight)
     sizes = {"E": count, "H": hidden, "OPERAND": operand_type(x.dtype)}
-    grid = (triton.cdiv(tokens, _ROWS_GRADIENT["BM"]), triton.cdiv(hidden, _ROWS_GRADIENT["BN"]))
+    grid = (blocks(tokens, _ROWS_GRADIENT["BM"]), blocks(hidden, _ROWS_GRADIENT["BN"]))
     _rows_gradient_kernel[grid](d_logits, _split(weight), d_x, tokens, **sizes, **_ROWS_GRADIENT)
-    tiles = (triton.cdiv(count, _WEIGHT_GRADIENT["BM"]), triton.cdiv(hidden, _WEIGHT_GRADIENT["BN"]))
-    slab = max(_SLAB, triton.cdiv(tokens, triton.cdiv(_PROGRAMS, tiles[0] * tiles[1])))
-    sums = torch.empty(triton.cdiv(tokens, slab), count, hidden, dtype=torch.float32, device=x.device)
+    tiles = (blocks(count, _WEIGHT_GRADIENT["BM"]), blocks(hidden, _WEIGHT_GRADIENT["BN"]))
+    slab = max(_SLAB, blocks(tokens, blocks(_PROGRAMS, tiles[0] * tiles[1])))
+    sums = torch.empty(blocks(tokens, slab), count, hidden, dtype=torch.float32, device=x.device)
     _weight_gradient_kernel[(*tiles, len(sums))](d_logits, x, sums, tokens, slab, **sizes, **_WEIGHT_GRADIENT)
     return d_x, sums.sum(0).to(weight.dtype)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, operator
+from tercet.ops.gpu import blocks, dense, operator, power_of_two
 
 _TILE = 2048
 """Scores a program holds."""
@@ -53,10 +53,10 @@ def _count(
     histogram: Tensor, scores: Tensor, cutoff: Tensor, lowest: Tensor, width: Tensor, valid: Tensor | None
 ) -> None:
     tokens, experts = scores.shape
-    padded = triton.next_power_of_2(experts)
+    padded = power_of_two(experts)
     rows = max(1, _TILE // padded)
     if tokens:
-        _needed_kernel[(triton.cdiv(tokens, rows),)](
+        _needed_kernel[(blocks(tokens, rows),)](
             histogram,
             dense(scores),
             dense(cutoff),
