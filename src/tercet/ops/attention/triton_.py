@@ -1,8 +1,8 @@
 """MLA attention on the GPU: keys and values read where the projections left them, output in fp32 (report §2.1.2).
 
 Nothing is concatenated, expanded or padded: the logits are two products, the part of the keys that all heads share is
-one ``[T, R]`` matrix, and values keep their own width. The kernels are in `triton_forward` and `triton_backward`; for the
-model's widths on a Hopper GPU, `hopper` launches faster ones.
+one ``[T, R]`` matrix, and values keep their own width. The kernels are in `triton_forward` and `triton_backward`; for
+the model's widths on a Hopper GPU, `hopper` launches faster ones.
 """
 
 from __future__ import annotations
