@@ -51,6 +51,6 @@ def test_nonsense_is_refused(flags, message, capsys):
 def test_ops_writes_a_table(tmp_path, capsys):
     assert main(["bench", "ops", "--only", "newton_schulz", "--seconds", "0.01", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "ops.json").read_text())["rows"]
-    assert len(rows) == 2
+    assert len(rows) == 3
     assert all(row["right"] and row["times"]["ours"]["ms"] > 0 for row in rows)
     assert "Newton–Schulz" in (tmp_path / "ops.md").read_text()
