@@ -1,7 +1,7 @@
 """The training loop: one page, read top to bottom.
 
-A step is: learning rate → micro-batches (forward, loss, backward) → optimiser → balancing and QK-Clip → log. Everything
-that makes two runs differ is in `RunConfig`; everything needed to go on is in a checkpoint; the position in the data is
+A step is: learning rate → data → what `Stepper` does (forward, loss, backward, update) → log. Everything that makes two
+runs differ is in `RunConfig`; everything needed to go on is in a checkpoint; the position in the data is
 one counter. So a run that was killed and resumed gives the same losses as one that was not.
 
 Several processes run the same loop, each on its micro-batches of every step; `Ranks` sums what must be summed.
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tercet.checkpoint.state import checkpoint_path, checkpoints, tidy
 from tercet.config import RunConfig
@@ -26,9 +25,7 @@ from tercet.data import Corpus, Loader
 from tercet.data.batch import Batch
 from tercet.errors import ConfigError
 from tercet.eval.compression import bits_per_byte
-from tercet.model import CausalLM, Context, Observer, build, to_compute_dtype
 from tercet.parallel import Ranks
-from tercet.train.balance import balancer_for
 from tercet.train.checkpoint import (
     check_same_run,
     copy_tokenizer,
@@ -38,18 +35,14 @@ from tercet.train.checkpoint import (
     write_config,
 )
 from tercet.train.interrupt import polite_interrupt
-from tercet.train.loss import components
 from tercet.train.metrics import MetricsLog, NoLog, Sink
-from tercet.train.observers import Observers
-from tercet.train.optimizer import Optimizer
 from tercet.train.probe import probe
 from tercet.train.progress import Progress, SteadyConsole
-from tercet.train.qk_clip import QKClip
 from tercet.train.rows import balance_row, norms_row
 from tercet.train.samples import Samples
 from tercet.train.saving import Saver
 from tercet.train.schedule import learning_rate
-from tercet.train.workers import Workers
+from tercet.train.step import Stepper, new_model
 from tercet.util.memory import keep_freed_memory
 
 
@@ -116,13 +109,9 @@ class Trainer:
             rank=self.ranks.rank,
             world=self.ranks.world,
         )
-        self.model = self._new_model()
-        self.optimizer = Optimizer(self.model, config.optim, ranks=self.ranks)
-        self.balancer = balancer_for(self.model, config.balance, reduce=self.ranks.sum)
-        threshold = config.optim.qk_clip
-        self.qk_clip = None if threshold is None else QKClip(config.model, threshold, reduce_max=self.ranks.max)
-        self.components = components(self.model, settings)
-        self.workers = Workers(_worker_count(config, self.device, self.ranks.world))
+        self.model = new_model(config, self.device)
+        self.stepper = Stepper(self.model, config, self.ranks)
+        self.optimizer, self.balancer = self.stepper.optimizer, self.stepper.balancer
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         self.validation: float | None = None
         self.samples = Samples(corpus)
@@ -136,13 +125,6 @@ class Trainer:
             self._resume(newest)
         self.log: MetricsLog = NoLog()
         self.ranks.on_first(lambda: self._open_log(sinks))
-
-    def _new_model(self) -> CausalLM:
-        model = build(self.config.model, seed=self.config.train.seed, device=self.device)
-        wanted = self.config.train.dtype
-        if wanted == "bfloat16" or (wanted == "auto" and self.device.type == "cuda"):
-            to_compute_dtype(model, torch.bfloat16)
-        return model
 
     def run(self) -> Outcome:
         """Train until the last step, or until Ctrl-C or SIGTERM; the state is saved at the end either way."""
@@ -209,14 +191,7 @@ class Trainer:
         config, steps = self.config, self.config.train.steps
         lr = learning_rate(self.step, steps, config.optim, config.schedule)
         batches = [_to(batch, self.device) for batch in self.loader.micro_batches()]
-        progress = self.step / steps
-        self.balancer.begin_step()
-        if self.qk_clip is not None:
-            self.qk_clip.begin_step()
-        losses = self._forward_backward(batches, progress)
-        report = self.optimizer.step(lr)
-        balance = self.balancer.finish(accepted=not report.skipped)
-        clip = self.qk_clip.end_step(self.optimizer, accepted=not report.skipped) if self.qk_clip is not None else None
+        did = self.stepper.step(batches, lr, self.step / steps)
         self.step += 1
         tokens = self.config.data.batch_sequences * self.config.data.sequence_length
         self.tokens += tokens
@@ -225,59 +200,18 @@ class Trainer:
         return {
             "kind": "train",
             "step": self.step,
-            **losses,
+            "loss": None,
+            "mtp_loss": None,
+            **did.losses,
             "lr": lr,
             "tokens": self.tokens,
             "seconds": round(self.seconds, 4),
             "tokens_per_second": round(tokens / seconds, 1),
-            **norms_row(report),
-            "qk_logit_max": clip.largest if clip else None,
-            "qk_clipped_heads": clip.clipped if clip else 0,
-            "balance": {str(layer): balance_row(b) for layer, b in balance.items()},
+            **norms_row(did.update),
+            "qk_logit_max": did.clip.largest if did.clip else None,
+            "qk_clipped_heads": did.clip.clipped if did.clip else 0,
+            "balance": {str(layer): balance_row(b) for layer, b in did.balance.items()},
         }
-
-    def _forward_backward(self, batches: Sequence[Batch], progress: float) -> dict[str, float | None]:
-        """Accumulate the gradient of the whole step's mean loss; returns the mean of every component.
-
-        Micro-batches may run side by side; their gradients are added in the order of the micro-batches all the same.
-        """
-        parts = [(part, part.factor(progress)) for part in self.components]
-        weights = [sum(part.weight(batch) for batch in batches) for part, _ in parts]
-        summed = self.ranks.sum(torch.stack([torch.as_tensor(weight) for weight in weights])).tolist()
-        totals = {part.name: max(1.0, total) for (part, _), total in zip(parts, summed)}
-        parameters = list(self.model.parameters())
-
-        def micro_step(index: int) -> tuple[tuple[Tensor | None, ...], Tensor]:
-            batch = batches[index]
-            context = self._context(batch, index)
-            features = self.model.features(batch.tokens[None], context)
-            values = torch.stack(
-                [part.total(self.model, batch, features, context, factor / totals[part.name]) for part, factor in parts]
-            )
-            loss = values.sum()
-            if (auxiliary := self.balancer.auxiliary_loss()) is not None:
-                loss = loss + auxiliary / self.loader.micro_batches_per_step
-            return torch.autograd.grad(loss, parameters, allow_unused=True), values.detach().double()
-
-        # Losses stay on the device until the end of the step: reading one waits for everything queued before it.
-        losses = torch.zeros(len(parts), dtype=torch.float64, device=self.device)
-        factors = losses.new_tensor([factor for _, factor in parts])
-        for gradients, values in self.workers.map(micro_step, range(len(batches))):
-            for parameter, gradient in zip(parameters, gradients):
-                if gradient is not None:
-                    parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-            self.optimizer.accumulate()
-            losses += values / factors
-        found = dict(zip((part.name for part, _ in parts), self.ranks.sum(losses).tolist()))
-        return {"loss": None, "mtp_loss": None} | found
-
-    def _context(self, batch: Batch, index: int) -> Context:
-        by_layer = {part.layer: part.valid(batch) for part in self.components if part.layer is not None}
-        watching: list[Observer] = [self.balancer.begin_micro_batch(index, valid_by_layer=by_layer)]
-        if self.qk_clip is not None:
-            watching.append(self.qk_clip)
-        observer = Observers(*watching, lock=self.workers.lock)
-        return Context(cu_seqlens=batch.cu_seqlens, observer=observer, recompute=self.config.train.recompute)
 
     @torch.no_grad()
     def evaluate(self) -> Iterator[dict[str, Any]]:
@@ -401,14 +335,6 @@ def fit_to_time(
         times.append(time.perf_counter() - started)
     steps = max(20, math.floor(seconds / statistics.median(times[2:])))
     return replace(config, train=replace(config.train, steps=steps))
-
-
-def _worker_count(config: RunConfig, device: torch.device, world: int) -> int:
-    """Cores to give a micro-batch each: one on a GPU, and for `aux`, whose term belongs to the pass under way."""
-    if device.type != "cpu" or config.balance.kind == "aux":
-        return 1
-    micro_batches = -(-config.data.batch_sequences // config.train.micro_batch_sequences // world)
-    return min(config.train.workers or torch.get_num_threads(), micro_batches)
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:

@@ -1,8 +1,8 @@
 """What a training step costs and where the time goes.
 
-`measure_step` builds the model, loss, optimiser, balancer and QK-Clip of a run and steps on random tokens. Phases are
-marked by identity nodes in the autograd graph: one before and one after a phase, so that forward and backward are timed
-alike, on the device's own clock. The plain step is timed first, without marks.
+`measure_step` takes a run's own steps (`Stepper`) on random tokens. Phases are marked by identity nodes in the autograd
+graph: one before and one after a phase, so that forward and backward are timed alike, on the device's own clock. The
+plain step is timed first, without marks.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from torch import Tensor
 
 from tercet.config import RunConfig
 from tercet.data.batch import Batch
-from tercet.model import CausalLM, Context, build, decoder, to_compute_dtype
+from tercet.model import decoder
 from tercet.model.decoder import DecoderLayer
 from tercet.model.sizes import sizes
-from tercet.train.balance import balancer_for
-from tercet.train.loss import components
-from tercet.train.observers import Observers
-from tercet.train.optimizer import Optimizer
-from tercet.train.qk_clip import QKClip
+from tercet.parallel import Ranks
+from tercet.train.step import Stepper, new_model
+from tercet.train.workers import Workers
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,8 @@ class StepTiming:
     flops: float
     """Forward and backward by `Sizes.training_flops`; recomputation, if any, is not counted as useful."""
     phases: dict[str, float]
-    """Seconds by phase, forward + backward, from one marked step; ``rest`` is what no phase holds."""
+    """Seconds by phase, forward + backward, from one marked step, micro-batches one after another; ``rest`` is what no
+    phase holds."""
     peak_bytes: int
     """Most device memory in use during a step (0 on a CPU)."""
 
@@ -119,84 +118,57 @@ class _Phases:
                 return _Mark.apply(lambda: clock.begin(phase), out[0])[0], *out[1:]
             return _Mark.apply(lambda: clock.begin(phase), out)[0]
 
+        self._replace(owner, name, timed)
+
+    def book(self, owner: Any, name: str, phase: str) -> None:
+        """Replace ``owner.name``, which no gradient passes through or which forms it at once, by a timed version."""
+        original, clock = getattr(owner, name), self.clock
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            clock.begin(phase)
+            out = original(*args, **kwargs)
+            clock.end(phase)
+            return out
+
+        self._replace(owner, name, timed)
+
+    def _replace(self, owner: Any, name: str, timed: Callable[..., Any]) -> None:
+        original, own = getattr(owner, name), name in vars(owner)
         setattr(owner, name, timed)
-        is_module = isinstance(owner, torch.nn.Module)
-        self.undo.append(lambda: delattr(owner, name) if is_module else setattr(owner, name, original))
+        self.undo.append(lambda: setattr(owner, name, original) if own else delattr(owner, name))
 
 
 @contextmanager
-def _watched(model: CausalLM, clock: _Clock) -> Iterator[None]:
-    phases = _Phases(clock)
+def _watched(stepper: Stepper, clock: _Clock) -> Iterator[None]:
+    phases, kept = _Phases(clock), stepper.workers
     phases.watch(decoder, "attn_res", "AttnRes")
     phases.watch(decoder, "attn_res_read", "AttnRes")
-    for layer in model.model.layers:
+    for layer in stepper.model.model.layers:
         assert isinstance(layer, DecoderLayer)
         kind = "MLA" if type(layer.self_attn).__name__.startswith("Multi") else "KDA"
         phases.watch(layer.self_attn, "forward", kind)
         phases.watch(layer.block_sparse_moe if layer.is_moe else layer.mlp, "forward", "MoE" if layer.is_moe else "MLP")
+    for part in stepper.components:
+        phases.book(part, "total", "loss")
+    phases.book(stepper.optimizer, "step", "optimizer")
+    phases.book(stepper.balancer, "finish", "balance")
+    if stepper.qk_clip is not None:
+        phases.book(stepper.qk_clip, "end_step", "balance")
+    stepper.workers = Workers(1)  # phases of micro-batches side by side would overlap
     try:
         yield
     finally:
+        stepper.workers = kept
         for restore in phases.undo:
             restore()
 
 
-class _Step:
-    """One optimiser step on fixed random tokens."""
-
-    def __init__(self, config: RunConfig, device: torch.device):
-        self.config, self.device = config, device
-        self.model = build(config.model, seed=config.train.seed, device=device)
-        if device.type == "cuda":
-            to_compute_dtype(self.model, torch.bfloat16)
-        self.optimizer = Optimizer(self.model, config.optim)
-        self.components = components(self.model, config.train)
-        self.balancer = balancer_for(self.model, config.balance)
-        self.qk_clip = QKClip(config.model, config.optim.qk_clip) if config.optim.qk_clip is not None else None
-        self.batch = self._random_batch()
-
-    def _random_batch(self) -> Batch:
-        rows, length = self.config.train.micro_batch_sequences, self.config.data.sequence_length
-        generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(self.config.model.vocab_size, (rows * length + 1,), generator=generator)
-        ids = ids.to(self.device)
-        bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32)  # on the host, where lengths are read
-        return Batch(ids[:-1], ids[1:], torch.ones(rows * length, device=self.device), bounds)
-
-    def run(self, clock: _Clock | None = None) -> None:
-        """Forward, backward and optimiser; with *clock*, loss, optimiser and balancing are booked."""
-        clock = clock or _Clock(self.device)
-        micro_batches = self.config.data.batch_sequences // self.config.train.micro_batch_sequences
-        self.balancer.begin_step()
-        if self.qk_clip is not None:
-            self.qk_clip.begin_step()
-        for index in range(micro_batches):
-            self._micro_step(index, micro_batches, clock)
-        clock.begin("optimizer")
-        report = self.optimizer.step(1e-4)
-        clock.end("optimizer")
-        clock.begin("balance")
-        self.balancer.finish(accepted=not report.skipped)
-        if self.qk_clip is not None:
-            self.qk_clip.end_step(self.optimizer, accepted=not report.skipped)
-        clock.end("balance")
-
-    def _micro_step(self, index: int, micro_batches: int, clock: _Clock) -> None:
-        watching = [self.balancer.begin_micro_batch(index), *([self.qk_clip] if self.qk_clip is not None else [])]
-        context = Context(
-            cu_seqlens=self.batch.cu_seqlens,
-            observer=Observers(*watching),
-            recompute=self.config.train.recompute,
-        )
-        features = self.model.features(self.batch.tokens[None], context)
-        clock.begin("loss")
-        scale = 1 / (micro_batches * self.batch.tokens.numel())
-        losses = [part.total(self.model, self.batch, features, context, scale) for part in self.components]
-        clock.end("loss")
-        if (auxiliary := self.balancer.auxiliary_loss()) is not None:
-            losses.append(auxiliary / micro_batches)
-        torch.stack(losses).sum().backward()
-        self.optimizer.accumulate()
+def _random_batch(config: RunConfig, device: torch.device) -> Batch:
+    rows, length = config.train.micro_batch_sequences, config.data.sequence_length
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(config.model.vocab_size, (rows * length + 1,), generator=generator).to(device)
+    bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32)  # on the host, where lengths are read
+    return Batch(ids[:-1], ids[1:], torch.ones(rows * length, device=device), bounds)
 
 
 def measure_step(config: RunConfig, device: torch.device, *, steps: int = 5) -> StepTiming:
@@ -204,24 +176,26 @@ def measure_step(config: RunConfig, device: torch.device, *, steps: int = 5) -> 
 
     Args:
         config: the run; its micro-batch, batch and sequence length are used, its data is not.
-        device: where to run; bf16 on a GPU, fp32 on a CPU.
+        device: where to run.
         steps: timed steps, after two to warm up.
     """
-    step = _Step(config, device)
+    stepper = Stepper(new_model(config, device), config, Ranks())
+    micro_batches = config.data.batch_sequences // config.train.micro_batch_sequences
+    batches = [_random_batch(config, device)] * micro_batches
     times = []
     for n in range(steps + 2):
         if n == 2 and device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         _synchronize(device)
         started = time.perf_counter()
-        step.run()
+        stepper.step(batches, lr=1e-4, progress=0.0)
         _synchronize(device)
         times.append(time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     clock = _Clock(device)
-    with _watched(step.model, clock):
+    with _watched(stepper, clock):
         clock.begin("all")
-        step.run(clock)
+        stepper.step(batches, lr=1e-4, progress=0.0)
         clock.end("all")
     phases = clock.seconds()
     whole = phases.pop("all")
