@@ -12,6 +12,7 @@ from numerics import relative_error
 from tercet.errors import ConfigError, ShapeError, UnsupportedError
 from tercet.ops import fused_kda, kda_gate, l2_norm, use_tier
 from tercet.ops.kda import fused_kda_export, reference, triton_, triton_plan
+from tercet.ops.kda.triton_plan import use_pieces
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked corners overflow and are thrown away
 
@@ -288,13 +289,16 @@ def test_K16_state_is_value_first():
     compare(inputs, (1,))
 
 
-def test_K18_states_follow_their_sequences():
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_K18_states_follow_their_sequences(pieces):
+    """In pieces too, where the number of a piece is no longer that of its sequence."""
     lengths = (33, 1, 16)
     inputs = draw(lengths)
-    o, final = kernel(inputs, lengths)
     order = (2, 0, 1)
     parts = [[x.split(lengths, 1)[n] for n in order] for x in inputs[:5]]
     moved = [*(torch.cat(p, 1) for p in parts), *inputs[5:7], inputs[7][list(order)]]
-    o_moved, final_moved = kernel(moved, tuple(lengths[n] for n in order))
+    with use_pieces(pieces):
+        o, final = kernel(inputs, lengths)
+        o_moved, final_moved = kernel(moved, tuple(lengths[n] for n in order))
     assert torch.equal(final_moved, final[list(order)])
     assert torch.equal(o_moved, torch.cat([o.split(lengths, 1)[n] for n in order], 1))

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.gpu import INTERPRETED, blocks, dense, float_refusal, operator
-from tercet.ops.kda.triton_math import exp2, reciprocal
+from tercet.ops.triton_math import exp2, reciprocal
 
 _BLOCK, _WARPS = 1024, 4
 _NAN = tl.constexpr(tl.PropagateNan.ALL)

@@ -30,12 +30,10 @@ import triton.language as tl
 from tercet.ops.gpu import fitted
 from tercet.ops.kda.triton_gate import pair_gradients, softplus_gate
 from tercet.ops.kda.triton_math import (
-    exp2,
     halves,
     inverse_power,
     narrow,
     power,
-    reciprocal,
     rounded,
     sigmoid,
     sums_down,
@@ -45,6 +43,7 @@ from tercet.ops.kda.triton_math import (
 )
 from tercet.ops.kda.triton_prepare import load_rows
 from tercet.ops.kda.triton_recurrence import common_unit, load_piece, load_state
+from tercet.ops.triton_math import exp2, reciprocal
 
 
 @fitted

@@ -24,7 +24,8 @@ from torch import Tensor
 
 from tercet.ops.gpu import float_refusal
 from tercet.ops.kda.triton_gate import softplus_gate
-from tercet.ops.kda.triton_math import LOG2E, exp2, sigmoid
+from tercet.ops.kda.triton_math import LOG2E, sigmoid
+from tercet.ops.triton_math import exp2
 
 WIDTHS = (16, 32, 64, 128)
 

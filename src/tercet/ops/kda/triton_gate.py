@@ -15,7 +15,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tercet.ops.kda.triton_math import exp2, narrow, sums_where, wide_sums_where
+from tercet.ops.kda.triton_math import narrow, sums_where, wide_sums_where
+from tercet.ops.triton_math import exp2
 
 
 @triton.jit

@@ -1,31 +1,18 @@
-"""Small device functions shared by the KDA kernels: fast exponentials, power-of-two scaling, a triangular inverse.
-
-Under the Triton interpreter (``TRITON_INTERPRET=1``) there is no PTX, so the two approximations become plain NumPy; the
-kernels themselves do not know.
-"""
+"""Small device functions shared by the KDA kernels: splits and sums in 16-bit parts, powers of two, an inverse."""
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
+
+from tercet.ops.gpu import INTERPRETED
+from tercet.ops.triton_math import exp2, reciprocal
 
 LOG2E = 1.4426950408889634
 TILE = 16
 """Tokens a tile: with every gate ≥ −5 both ``Γ`` and ``1/Γ`` stay inside the exponent range of bf16 (e^±80)."""
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-
-    @triton.jit
-    def exp2(x):
-        """2^x."""
-        return tl.exp2(x)
-
-    @triton.jit
-    def reciprocal(x):
-        """1/x."""
-        return 1.0 / x
+if INTERPRETED:
 
     @triton.jit
     def narrow(x):
@@ -34,16 +21,6 @@ if os.environ.get("TRITON_INTERPRET") == "1":
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
 
 else:
-
-    @triton.jit
-    def exp2(x):
-        """2^x; results below the smallest normal number are zero."""
-        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
-
-    @triton.jit
-    def reciprocal(x):
-        """1/x to one unit in the last place; 1/inf is zero."""
-        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
     @triton.jit
     def narrow(x):

@@ -26,7 +26,8 @@ import triton.language as tl
 
 from tercet.ops.gpu import fitted
 from tercet.ops.kda.triton_gate import pair_products, softplus_gate
-from tercet.ops.kda.triton_math import exp2, halves, narrow, reciprocal, sigmoid, sums_where, unit_lower_inverse
+from tercet.ops.kda.triton_math import halves, narrow, sigmoid, sums_where, unit_lower_inverse
+from tercet.ops.triton_math import exp2, reciprocal
 
 
 @triton.jit
