@@ -44,6 +44,9 @@ def test_reasons_against_triton(operator, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     assert "no CUDA device" in doctor.triton_obstacle(operator)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor, "obstacle", lambda device: "too old")
+    assert doctor.triton_obstacle(operator) == "too old"
+    monkeypatch.setattr(doctor, "obstacle", lambda device: None)
     assert "cannot be imported" in doctor.triton_obstacle(operator)
     operator.triton_module = "math"
     assert doctor.triton_obstacle(operator) is None

@@ -1,13 +1,18 @@
-"""Kernels that were tuned for more shared memory than a GPU has run with fewer stages, or say that they cannot."""
+"""Kernels that were tuned for more shared memory than a GPU has run with fewer stages, or say that they cannot.
+
+And those for one kind of GPU, in a language that is not settled, run where both are known.
+"""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from triton.runtime.errors import OutOfResources
 
 from tercet.errors import UnsupportedError
-from tercet.ops.gpu import Fitted
+from tercet.ops import gpu
+from tercet.ops.gpu import Chip, Fitted
 
 
 class Kernel:
@@ -63,3 +68,19 @@ def test_a_loop_with_its_own_stages_loses_them_too():
 def test_says_when_nothing_helps():
     with pytest.raises(UnsupportedError, match="greedy does not fit this GPU: it needs 40 of shared memory"):
         Fitted(Kernel(30))[(1,)](num_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("chip", "version", "taken"),
+    [
+        (Chip(132, 227 << 10, 9), "3.6.0", True),
+        (Chip(132, 227 << 10, 9), "3.99.1", False),
+        (Chip(148, 227 << 10, 10), "3.6.0", False),
+        (Chip(304, 64 << 10, 0), "3.6.0", False),
+    ],
+    ids=["Hopper", "another Triton", "Blackwell", "AMD"],
+)
+def test_gluon_where_it_is_known_to_work(chip, version, taken, monkeypatch):
+    monkeypatch.setattr(gpu, "chip", lambda device: chip)
+    monkeypatch.setattr(gpu.triton, "__version__", version)
+    assert gpu.takes_gluon.__wrapped__(torch.device("cuda")) == taken

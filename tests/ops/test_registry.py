@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tercet.errors import ConfigError, TercetWarning, UnsupportedError
-from tercet.ops import OPERATORS, use_tier
+from tercet.ops import OPERATORS, registry, use_tier
 from tercet.ops.registry import Operator
 
 
@@ -84,7 +84,8 @@ class OnGPU(torch.Tensor):
     device = torch.device("cuda")
 
 
-def test_gpu_takes_triton_or_says_once_why_not(operator):
+def test_gpu_takes_triton_or_says_once_why_not(operator, monkeypatch):
+    monkeypatch.setattr(registry, "obstacle", lambda device: None)
     assert operator(torch.zeros(9).as_subclass(OnGPU)) == "triton"
     small = torch.zeros(2).as_subclass(OnGPU)
     with pytest.warns(TercetWarning, match="imaginary runs on the torch tier: triton declines: too small"):
@@ -93,6 +94,29 @@ def test_gpu_takes_triton_or_says_once_why_not(operator):
         warnings.simplefilter("error")
         assert operator(small) == "torch"
     assert operator.refusals == {"too small": "torch"}
+
+
+@pytest.mark.parametrize(
+    ("amd", "capability", "reason"),
+    [
+        (True, (9, 4), "not been run on one"),
+        (False, (7, 5), "8.0 and newer, this one has 7.5"),
+        (False, (8, 0), None),
+        (False, (12, 0), None),
+    ],
+)
+def test_a_gpu_without_kernels_gets_the_torch_tier_and_a_reason(operator, monkeypatch, amd, capability, reason):
+    registry.obstacle.cache_clear()
+    monkeypatch.setattr(registry, "AMD", amd)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    if reason is None:
+        assert operator(torch.zeros(9).as_subclass(OnGPU)) == "triton"
+    else:
+        with pytest.warns(TercetWarning, match=reason):
+            assert operator(torch.zeros(9).as_subclass(OnGPU)) == "torch"
+        with use_tier("triton"):
+            assert operator(torch.zeros(9).as_subclass(OnGPU)) == "triton"
+    registry.obstacle.cache_clear()
 
 
 def test_unknown_tier():

@@ -15,7 +15,7 @@ from rich.table import Table
 
 import tercet
 from tercet.ops import OPERATORS
-from tercet.ops.registry import Operator
+from tercet.ops.registry import Operator, obstacle
 from tercet.util.text import size
 
 OPTIONAL: dict[str, tuple[str, str]] = {
@@ -86,6 +86,8 @@ def triton_obstacle(operator: Operator) -> str | None:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if not torch.cuda.is_available() and not interpreted:
         return "no CUDA device, and TRITON_INTERPRET is not 1"
+    if not interpreted and (reason := obstacle(torch.device("cuda"))):
+        return reason
     try:
         importlib.import_module(operator.triton_module)
     except ImportError as error:

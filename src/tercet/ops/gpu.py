@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from tercet.errors import UnsupportedError
+from tercet.ops.registry import AMD
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run on the CPU, slowly, in Triton's interpreter."""
+PTX = not (INTERPRETED or AMD)
+"""Kernels may hold instructions of NVIDIA GPUs."""
+GLUON_VERSIONS = ("3.6",)
+"""Releases of Triton whose Gluon, an experimental part of it, the kernels written in it were run with."""
+HOPPER = 9
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """Element types that the kernels read and write."""
 
@@ -36,10 +44,39 @@ def power_of_two(count: int) -> int:
     return 1 << (count - 1).bit_length()
 
 
+@dataclass(frozen=True)
+class Chip:
+    """What launches of kernels depend on."""
+
+    multiprocessors: int
+    """Programs of full size that run at once."""
+    shared_memory: int
+    """Bytes of it that one program can have."""
+    generation: int
+    """Major compute capability of an NVIDIA GPU, else 0."""
+
+
 @lru_cache(maxsize=8)
-def multiprocessors(device: torch.device) -> int:
-    """Return how many programs of full size run at once; a small number where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+def chip(device: torch.device) -> Chip:
+    """Return what is known of *device*; something small without limits where kernels are interpreted."""
+    if device.type != "cuda":
+        return Chip(multiprocessors=4, shared_memory=1 << 40, generation=0)
+    properties = torch.cuda.get_device_properties(device)
+    shared = getattr(properties, "shared_memory_per_block_optin", 64 << 10)
+    return Chip(properties.multi_processor_count, shared, 0 if AMD else properties.major)
+
+
+@lru_cache(maxsize=8)
+def takes_gluon(device: torch.device) -> bool:
+    """Return whether *device* is a Hopper GPU and Triton a release known to compile the Gluon kernels for it."""
+    known = ".".join(triton.__version__.split(".")[:2]) in GLUON_VERSIONS
+    own = chip(device)
+    return known and own.generation == HOPPER and own.shared_memory >= 220 << 10
+
+
+def capped(registers: int) -> dict[str, int]:
+    """Return the launch option that holds a thread to *registers*, which only NVIDIA GPUs know."""
+    return {} if AMD else {"maxnreg": registers}
 
 
 def float_refusal(*tensors: Tensor) -> str | None:

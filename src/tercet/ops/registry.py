@@ -15,12 +15,15 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 import torch
 
 from tercet.errors import ConfigError, TercetWarning, UnsupportedError, nearest
 
+AMD = torch.version.hip is not None
+"""PyTorch's ``cuda`` devices are AMD GPUs."""
 Tier = Literal["reference", "torch", "triton"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
@@ -44,12 +47,23 @@ def use_tier(tier: Tier | None) -> Iterator[None]:
         _forced.reset(token)
 
 
-def _on_gpu(args: tuple) -> bool:
-    """Whether the first tensor is on a CUDA device."""
+def _gpu(args: tuple) -> torch.device | None:
+    """Return the CUDA device of the first tensor, None if it is elsewhere."""
     for a in args:
         if isinstance(a, torch.Tensor):
-            return a.device.type == "cuda"
-    return False
+            return a.device if a.device.type == "cuda" else None
+    return None
+
+
+@lru_cache(maxsize=8)
+def obstacle(device: torch.device) -> str | None:
+    """Return why kernels do not run on the GPU *device* unless asked for by name, or None."""
+    if AMD:
+        return "the kernels compile for AMD GPUs but have not been run on one; use_tier('triton') runs them"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 8:
+        return f"Triton supports GPUs of compute capability 8.0 and newer, this one has {major}.{minor}"
+    return None
 
 
 @dataclass
@@ -102,9 +116,9 @@ class Operator:
 
     def _automatic(self, args: tuple, kwargs: dict) -> Tier:
         general = self._general
-        if self.triton_module is None or not _on_gpu(args):
+        if self.triton_module is None or (device := _gpu(args)) is None:
             return general
-        reason = self._triton_refusal(args, kwargs)
+        reason = obstacle(device) or self._triton_refusal(args, kwargs)
         if reason is None:
             return "triton"
         if reason not in self.refusals:
@@ -121,7 +135,7 @@ class Operator:
             module = self._load_triton()
         except ImportError as error:
             return f"triton cannot be imported ({error})"
-        if not _on_gpu(args) and os.environ.get("TRITON_INTERPRET") != "1":
+        if _gpu(args) is None and os.environ.get("TRITON_INTERPRET") != "1":
             return "the tensors are on the CPU and TRITON_INTERPRET is not 1"
         return module.declines(*args, **kwargs)
 

@@ -10,15 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tercet.ops.attention.triton_products import BLOCK, key_product, prepare_kernel, query_product
-from tercet.ops.gpu import INTERPRETED
+from tercet.ops.gpu import takes_gluon
 
-VERSIONS = ("3.6",)
-"""Releases of Triton whose Gluon these kernels were run with."""
 WIDTHS = {"D": 128, "R": 64, "V": 128}
 """What the kernels are tuned for; keys and values are copied through one descriptor, and so equally wide."""
 WORKSPACE = 3 << 30
@@ -27,17 +24,9 @@ _STAGE = 64
 """Queries of a stage of the key pass."""
 
 
-@lru_cache(maxsize=8)
-def _capable(device: torch.device) -> bool:
-    if INTERPRETED or device.type != "cuda" or ".".join(triton.__version__.split(".")[:2]) not in VERSIONS:
-        return False
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major == 9 and getattr(properties, "shared_memory_per_block_optin", 0) >= 220 << 10
-
-
 def takes(q: Tensor, D: int, R: int, V: int) -> bool:
     """Return whether the Gluon kernels run on *q*'s device, for its type and these widths."""
-    return q.dtype in (torch.bfloat16, torch.float16) and {"D": D, "R": R, "V": V} == WIDTHS and _capable(q.device)
+    return q.dtype in (torch.bfloat16, torch.float16) and {"D": D, "R": R, "V": V} == WIDTHS and takes_gluon(q.device)
 
 
 def fits(pairs: int) -> bool:

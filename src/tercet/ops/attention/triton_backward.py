@@ -15,9 +15,9 @@ import triton
 import triton.language as tl
 
 from tercet.ops.attention.triton_forward import fetch, locate, logits
-from tercet.ops.gpu import INTERPRETED, fitted
+from tercet.ops.gpu import PTX, fitted
 
-_COMPILED = tl.constexpr(not INTERPRETED)
+_SETTLES = tl.constexpr(PTX)
 
 
 @triton.jit(do_not_specialize=["H", "SLOTS"])
@@ -220,7 +220,7 @@ def _key_step(
     dk_ND = tl.dot(ds_NM, q_MD.to(OPERAND), dk_ND, input_precision=PRECISION)
     if R > 0:
         dk_NR = tl.dot(ds_NM, q_MR.to(OPERAND), dk_NR, input_precision=PRECISION)
-    if _COMPILED:
+    if _SETTLES:
         dv_NV, dk_ND, dk_NR = _settle(dv_NV), _settle(dk_ND), _settle(dk_NR)
     return dk_ND, dk_NR, dv_NV
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tercet.ops.attn_res import triton_backward
 from tercet.ops.attn_res.triton_backward import attn_res_backward, folded_query, source, sum_two
-from tercet.ops.gpu import dense, fitted, float_refusal, multiprocessors, operator, power_of_two
+from tercet.ops.gpu import chip, dense, fitted, float_refusal, operator, power_of_two
 
 MAX_SOURCES = 32
 MAX_WIDTH = 16384
@@ -122,7 +122,7 @@ def _forward(
     numbers = first.new_empty((*first.shape[:-1], 2 * count + 1), dtype=torch.float32)
     y = torch.empty_like(first) if normed else first.new_empty(0)
     block = power_of_two(dim)
-    resident = _RESIDENT * multiprocessors(first.device)
+    resident = _RESIDENT * chip(first.device).multiprocessors
     if tokens:
         _forward_kernel[(min(tokens, resident) if block > triton_backward.WARP_ROW else tokens,)](
             tuple(sources),

@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, fitted, multiprocessors, operator, power_of_two
+from tercet.ops.gpu import chip, dense, fitted, operator, power_of_two
 from tercet.ops.triton_sums import added, launch
 
 WARP_ROW = 1024
@@ -293,7 +293,7 @@ def attn_res_backward(
     block = power_of_two(dim)
     warps = max(1, block // 1024)
     kernel, stages = (_narrow_kernel, _NARROW) if block <= WARP_ROW else (_wide_kernel, _WIDE)
-    programs = min(tokens, max(1, _RESIDENT // warps) * multiprocessors(out.device))
+    programs = min(tokens, max(1, _RESIDENT // warps) * chip(out.device).multiprocessors)
     partial = out.new_empty((programs, 2 if normed else 1, dim), dtype=torch.float32)
     if tokens:
         kernel[(programs,)](

@@ -21,6 +21,7 @@ from tercet.ops.attn_res.reference import Partial
 from tercet.ops.attn_res.triton_ import MAX_SOURCES, MAX_WIDTH
 from tercet.ops.attn_res.triton_backward import source
 from tercet.ops.gpu import dense, fitted, float_refusal
+from tercet.ops.triton_math import FP32
 
 MAX_QUERIES = 64
 _DEPTH, _COLUMNS, _VALUE_WARPS = 128, 256, 4
@@ -56,7 +57,7 @@ def _score_kernel(
         at = token.to(tl.int64)[:, None] * D + k[None, :]
         rows = tl.load(v + at, mask=(token < tokens)[:, None] & (k < D)[None, :], other=0.0).to(tl.float32)
         w = tl.load(queries + query[None, :] * D + k[:, None], mask=(query < J)[None, :] & (k < D)[:, None], other=0.0)
-        product = tl.dot(rows, w, product, input_precision="tf32x3")
+        product = tl.dot(rows, w, product, input_precision=FP32)
         square += tl.sum(rows * rows, 1)
     score = product * tl.rsqrt(square / D + eps)[:, None]
     to = (token.to(tl.int64)[:, None] * SLOTS + i) * QUERIES + query[None, :]
@@ -94,7 +95,7 @@ def _value_kernel(
     for i in tl.static_range(N):
         row = tl.load(sources[i] + token * D + column, mask=column < D, other=0.0).to(tl.float32)
         rows = tl.where((slot == i)[:, None], row[None, :], rows)
-    mixed = tl.dot(p, rows, input_precision="tf32x3")
+    mixed = tl.dot(p, rows, input_precision=FP32)
     to = (query[:, None].to(tl.int64) * tokens + token) * D + column[None, :]
     tl.store(value + to, mixed, mask=(query < J)[:, None] & (column < D)[None, :])
 

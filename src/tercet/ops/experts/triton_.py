@@ -20,12 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tercet.ops.experts import gluon_weights
 from tercet.ops.experts.triton_plan import plan_rows, tile_bound
 from tercet.ops.experts.triton_products import gate_up_kernel, rows_kernel, weight_gradient_kernel
 from tercet.ops.experts.triton_rows import combine_kernel, pull_kernel, spread_kernel
 from tercet.ops.glu import Activation
-from tercet.ops.gpu import INTERPRETED, blocks, dense, float_refusal, operand_type, operator, power_of_two
+from tercet.ops.gpu import (
+    INTERPRETED,
+    blocks,
+    dense,
+    float_refusal,
+    operand_type,
+    operator,
+    power_of_two,
+    takes_gluon,
+)
 
 _GROUP = 4
 """Row tiles that meet the weights together."""
@@ -179,8 +187,10 @@ def _weight_gradient(ends: Tensor, left: Tensor, right: Tensor) -> Tensor:
     ms. With few rows an expert Hopper has a kernel of its own: 112 of 3072 × 3584 take 0.96 against 1.16 ms.
     """
     m, n, count = left.shape[1], right.shape[1], len(ends)
-    if left.is_cuda and left.dtype == torch.bfloat16 and m % 8 == n % 8 == 0:
-        if len(left) < _MANY_ROWS * count and torch.cuda.get_device_capability(left.device)[0] == 9:
+    if not INTERPRETED and left.dtype == torch.bfloat16 and m % 8 == n % 8 == 0:
+        if len(left) < _MANY_ROWS * count and takes_gluon(left.device):
+            from tercet.ops.experts import gluon_weights  # not every Triton has Gluon
+
             return gluon_weights.weight_gradient(ends, left, right)
         return F.grouped_mm(left.t(), right, offs=ends)
     tile = _weight_tile(left.dtype)

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tercet.ops.glu.triton_ import sigmoid, situ
 from tercet.ops.gpu import fitted
+from tercet.ops.triton_math import FP32
 
 
 @triton.jit
@@ -99,7 +100,7 @@ def _add_product(
     for k in range(0, DEPTH, BK):
         left = _left(a, first, inside, k, DEPTH, BK, BULK).to(OPERAND)
         right = _right(w, expert, n, k, DEPTH, COLUMNS, TRANSPOSED, BN, BK, BULK).to(OPERAND)
-        total = tl.dot(left, right, total, input_precision="tf32x3")
+        total = tl.dot(left, right, total, input_precision=FP32)
     return total
 
 
@@ -226,8 +227,8 @@ def _gate_up_tile(
         left = _left(rows, first, inside, k, L, BK, BULK).to(OPERAND)
         right_g = _right(w1, expert, n, k, L, INNER, False, BN, BK, BULK).to(OPERAND)
         right_u = _right(w3, expert, n, k, L, INNER, False, BN, BK, BULK).to(OPERAND)
-        g = tl.dot(left, right_g, g, input_precision="tf32x3")
-        u = tl.dot(left, right_u, u, input_precision="tf32x3")
+        g = tl.dot(left, right_g, g, input_precision=FP32)
+        u = tl.dot(left, right_u, u, input_precision=FP32)
     column = n * BN + tl.arange(0, BN)
     to = row.to(tl.int64)[:, None] * INNER + column[None, :]
     mask = (row < end)[:, None] & (column < INNER)[None, :]
@@ -374,6 +375,6 @@ def weight_gradient_kernel(
         at = row.to(tl.int64)[:, None]
         a = tl.load(left + at * M + _bounded(m, M, BM)[None, :], mask=inside, other=0.0)
         b = tl.load(right + at * N + _bounded(n, N, BN)[None, :], mask=inside, other=0.0)
-        total = tl.dot(tl.trans(a.to(OPERAND)), b.to(OPERAND), total, input_precision="tf32x3")
+        total = tl.dot(tl.trans(a.to(OPERAND)), b.to(OPERAND), total, input_precision=FP32)
     to = expert.to(tl.int64) * M * N + m.to(tl.int64)[:, None] * N + n[None, :]
     tl.store(out + to, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import INTERPRETED, blocks, dense, float_refusal, operator
+from tercet.ops.gpu import PTX, blocks, dense, float_refusal, operator
 from tercet.ops.triton_math import exp2, reciprocal
 
 _BLOCK, _WARPS = 1024, 4
@@ -34,18 +34,18 @@ def _tanh(x):
     return tl.where(tl.abs(x) < 0.1, series * under, e - 1.0), under
 
 
-if INTERPRETED:
+if PTX:
 
     @triton.jit
     def _coarse_tanh(x):
-        over, under = _tanh(x)
-        return over / under
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
 
 else:
 
     @triton.jit
     def _coarse_tanh(x):
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+        over, under = _tanh(x)
+        return over / under
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.ops.gpu import float_refusal, multiprocessors, operator
+from tercet.ops.gpu import capped, chip, float_refusal, operator
 from tercet.ops.kda.triton_backward import rebuild_states, tile_gradients, walk_back
 from tercet.ops.kda.triton_fold import chain, fold, fold_adjoint
 from tercet.ops.kda.triton_math import LOG2E, TILE
@@ -27,7 +27,7 @@ from tercet.ops.packing import sequence_lengths
 WIDTHS = (16, 32, 64, 128)
 """Key and value widths the kernels are built for."""
 PREPARE = {"VECTOR": 0, "num_warps": 2}
-PREPARE_BOUNDED = PREPARE | {"maxnreg": 168}
+PREPARE_BOUNDED = PREPARE | capped(168)
 WALK = {"STAGES": 4, "num_warps": 4}
 WALK_BACK = {"STAGES": 3, "num_warps": 4}
 GRADIENTS = {"BV": 32, "STAGES": 3, "num_warps": 4}
@@ -238,7 +238,7 @@ def cut(lengths: tuple[int, ...], pieces: int, v: Tensor, width: int, trained: b
     else:
         counts = tuple(-(-n // TILE) for n in lengths)
         blocks, fold_blocks = V // min(BLOCK_V, V), (V + width) // min(BLOCK_V, V, width)
-        splits = plan_splits(counts, H, blocks, fold_blocks, multiprocessors(v.device))
+        splits = plan_splits(counts, H, blocks, fold_blocks, chip(v.device).multiprocessors)
     return plan_pieces(tuple(lengths), splits, H, trained, v.device)
 
 

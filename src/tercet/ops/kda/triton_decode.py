@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import float_refusal
+from tercet.ops.gpu import capped, float_refusal
 from tercet.ops.kda.triton_gate import softplus_gate
 from tercet.ops.kda.triton_math import LOG2E, sigmoid
 from tercet.ops.triton_math import exp2
@@ -225,10 +225,10 @@ def decode_window(
             _keep_rows(conv_state, to, stride_conv_row, stride_conv_part, kept)
 
 
-ONE = {"ROWS": 16, "STAGES": 5, "num_warps": 4, "maxnreg": 96}
+ONE = {"ROWS": 16, "STAGES": 5, "num_warps": 4} | capped(96)
 """One token: four tiles of 8 KiB under way in each of the five programs that 96 registers a thread let onto a
 multiprocessor. More in flight makes an H200's memory slower, not faster."""
-WINDOW = {"ROWS": 32, "STAGES": 1, "num_warps": 4, "maxnreg": 128}
+WINDOW = {"ROWS": 32, "STAGES": 1, "num_warps": 4} | capped(128)
 """Several tokens: work on a tile outweighs its transfer, and a larger tile reads the tokens less often."""
 
 

@@ -22,6 +22,7 @@ from tercet.ops.gpu import fitted
 from tercet.ops.kda.triton_math import TILE, halves, inverse_power, power
 from tercet.ops.kda.triton_plan import BLOCK_V
 from tercet.ops.kda.triton_recurrence import common_unit, load_piece, load_state
+from tercet.ops.triton_math import FP32
 
 FOLD = {"STAGES": 4, "num_warps": 4}
 FOLD_BACK = {"STAGES": 3, "num_warps": 4}
@@ -197,7 +198,7 @@ def chain_states(
         slot += -1 if REVERSE else 1
         move_KK = tl.load(transitions + slot.to(tl.int64) * (H * K * K) + square)
         here = values + slot.to(tl.int64) * (H * V * K) + matrix
-        S_VK = tl.dot(S_VK, move_KK, tl.load(here), input_precision="tf32x3")
+        S_VK = tl.dot(S_VK, move_KK, tl.load(here), input_precision=FP32)
         tl.store(here, S_VK)
 
 

@@ -27,8 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tercet.ops.gpu import dense, fitted, float_refusal, multiprocessors, operand_type, operator
+from tercet.ops.gpu import chip, dense, fitted, float_refusal, operand_type, operator
 from tercet.ops.newton_schulz import triton_large
+from tercet.ops.triton_math import TF32
 
 MAX_ROWS = 128
 RESTART = 5
@@ -93,9 +94,9 @@ def _product(left, right, R: tl.constexpr, DEPTH: tl.constexpr):
         at = row[:, None] * R + first + depth[None, :]
         a_high, a_low = tl.load(left + at), tl.load(left + R * R + at)
         b_high, b_low = tl.load(right + at), tl.load(right + R * R + at)
-        total = tl.dot(a_low, tl.trans(b_high), total, input_precision="tf32")
-        total = tl.dot(a_high, tl.trans(b_low), total, input_precision="tf32")
-        total = tl.dot(a_high, tl.trans(b_high), total, input_precision="tf32")
+        total = tl.dot(a_low, tl.trans(b_high), total, input_precision=TF32)
+        total = tl.dot(a_high, tl.trans(b_low), total, input_precision=TF32)
+        total = tl.dot(a_high, tl.trans(b_high), total, input_precision=TF32)
     return total
 
 
@@ -199,7 +200,7 @@ def _on_device(coefficients: tuple[tuple[float, float, float], ...], device: tor
 def _slices(count: int, columns: int, device: torch.device) -> tuple[int, int]:
     """Return how many column slices fill the device about three times over, and the columns of each."""
     most = triton.cdiv(columns, 4 * _COLUMNS)
-    slices = min(most, max(1, triton.cdiv(3 * multiprocessors(device), count)))
+    slices = min(most, max(1, triton.cdiv(3 * chip(device).multiprocessors, count)))
     width = triton.cdiv(triton.cdiv(columns, slices), _COLUMNS) * _COLUMNS
     return triton.cdiv(columns, width), width
 

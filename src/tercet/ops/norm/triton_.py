@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.glu.triton_ import sigmoid
-from tercet.ops.gpu import blocks, dense, fitted, float_refusal, multiprocessors, operator, power_of_two
+from tercet.ops.gpu import blocks, chip, dense, fitted, float_refusal, operator, power_of_two
 from tercet.ops.triton_sums import row_sum
 
 MAX_WIDTH = 16384
@@ -133,7 +133,7 @@ def _backward(x: Tensor, gate: Tensor | None, weight: Tensor, grad: Tensor, r: T
     d_x = torch.empty_like(x)
     d_gate = x.new_empty(0) if gate is None else torch.empty_like(x)
     rows, tile = _shape(x, _BACKWARD)
-    resident = max(1, _RESIDENT // tile["num_warps"]) * multiprocessors(x.device)
+    resident = max(1, _RESIDENT // tile["num_warps"]) * chip(x.device).multiprocessors
     programs = min(max(1, blocks(rows, tile["ROWS"])), resident)
     partial = torch.empty(programs, x.shape[-1], dtype=torch.float32, device=x.device)
     _backward_kernel[(programs,)](
