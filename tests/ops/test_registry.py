@@ -3,6 +3,7 @@
 import sys
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ def test_without_a_torch_tier_the_reference_runs():
 
 def test_forced_torch_never_means_triton(operator, monkeypatch):
     monkeypatch.setattr(Operator, "_automatic", lambda *_: "triton")
+    operator.kernels = sys.modules[operator.triton_module]
     operator.torch_tier = None
     assert operator(torch.zeros(9)) == "triton"
     with use_tier("torch"):
@@ -106,7 +108,7 @@ def test_gpu_takes_triton_or_says_once_why_not(operator, monkeypatch):
     ],
 )
 def test_a_gpu_without_kernels_gets_the_torch_tier_and_a_reason(operator, monkeypatch, amd, capability, reason):
-    registry.obstacle.cache_clear()
+    registry._obstacle.cache_clear()
     monkeypatch.setattr(registry, "AMD", amd)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     if reason is None:
@@ -116,7 +118,7 @@ def test_a_gpu_without_kernels_gets_the_torch_tier_and_a_reason(operator, monkey
             assert operator(torch.zeros(9).as_subclass(OnGPU)) == "torch"
         with use_tier("triton"):
             assert operator(torch.zeros(9).as_subclass(OnGPU)) == "triton"
-    registry.obstacle.cache_clear()
+    registry._obstacle.cache_clear()
 
 
 def test_unknown_tier():
@@ -126,3 +128,11 @@ def test_unknown_tier():
 
 def test_every_operator_has_its_formula():
     assert OPERATORS and all("reference" in o.tiers() for o in OPERATORS.values())
+
+
+def test_a_forced_tier_holds_in_every_thread(operator):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(lambda: None).result()  # the thread is older than the choice
+        with use_tier("reference"):
+            assert pool.submit(operator, torch.zeros(9)).result() == "reference"
+        assert pool.submit(operator, torch.zeros(9)).result() == "torch"

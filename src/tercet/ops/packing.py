@@ -8,7 +8,6 @@ one flat token axis of N sequences by everything below.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -16,6 +15,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from tercet.errors import ShapeError
+from tercet.ops.tables import kept
 
 
 def sequence_lengths(batch: int, tokens: int, cu_seqlens: Int[Tensor, "bounds"] | None) -> tuple[int, ...]:
@@ -69,14 +69,15 @@ class Tiling:
         return sum(self.counts)
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def tiling(lengths: tuple[int, ...], size: int, device: torch.device) -> Tiling:
     """Plan tiles of *size* tokens for sequences of the given *lengths*."""
     tokens = sum(lengths)
     starts = torch.tensor((0, *lengths)).cumsum(0)
-    need = torch.tensor([-(-n // size) for n in lengths], dtype=torch.long)
-    order = torch.argsort(need, descending=True, stable=True)
-    counts = tuple(int((need > step).sum()) for step in range(int(need.max()) if len(lengths) else 0))
+    need = [-(-n // size) for n in lengths]
+    ranked = sorted(range(len(lengths)), key=lambda n: -need[n])
+    order = torch.tensor(ranked, dtype=torch.long)
+    counts = tuple(sum(n > step for n in need) for step in range(max(need, default=0)))
     gather = torch.full((sum(counts), size), tokens, dtype=torch.long)
     offsets = torch.arange(size)
     row = 0
@@ -87,10 +88,10 @@ def tiling(lengths: tuple[int, ...], size: int, device: torch.device) -> Tiling:
         gather[row : row + active] = torch.where(inside, token, tokens)
         row += active
     flat = gather.flatten()
-    filled = flat < tokens
-    scatter = torch.empty(tokens, dtype=torch.long)
-    scatter[flat[filled]] = torch.arange(flat.numel())[filled]
-    return Tiling(size, flat.to(device), scatter.to(device), counts, order.to(device), bool(filled.all()))
+    scatter = torch.empty(tokens + 1, dtype=torch.long)  # the last takes the slots past ends
+    scatter[flat] = torch.arange(flat.numel())
+    dense = all(n % size == 0 for n in lengths)
+    return Tiling(size, flat.to(device), scatter[:tokens].to(device), counts, order.to(device), dense)
 
 
 def to_tiles(x: Tensor, plan: Tiling) -> Tensor:

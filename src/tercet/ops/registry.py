@@ -13,7 +13,6 @@ import importlib
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -21,30 +20,50 @@ from typing import Any, Literal, get_args
 import torch
 
 from tercet.errors import ConfigError, TercetWarning, UnsupportedError, nearest
+from tercet.ops.choice import Choice
 
 AMD = torch.version.hip is not None
 """PyTorch's ``cuda`` devices are AMD GPUs."""
 Tier = Literal["reference", "torch", "triton"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
-_forced: ContextVar[Tier | None] = ContextVar("tercet_tier", default=None)
+_forced: Choice[Tier | None] = Choice(None)
 OPERATORS: dict[str, Operator] = {}
 
 
 @contextlib.contextmanager
 def use_tier(tier: Tier | None) -> Iterator[None]:
-    """Run the block with every operator on *tier* (None restores the automatic choice).
+    """Run the block with every operator on *tier* (None restores the automatic choice), in every thread.
 
     Without a torch tier ``torch`` means the reference, which then is vectorised already; without a triton tier the
     choice stays automatic. An operator that has the tier and declines raises.
     """
     if tier is not None and tier not in TIERS:
         raise ConfigError(f"unknown tier {tier!r}{nearest(str(tier), TIERS)}")
-    token = _forced.set(tier)
-    try:
+    with _forced.held(tier):
         yield
-    finally:
-        _forced.reset(token)
+
+
+@torch.compiler.assume_constant_result
+def _import_error(name: str) -> str | None:
+    """Import the kernels of the operator *name* unless they are; returns what went wrong. Not traced by a compiler."""
+    operator = OPERATORS[name]
+    assert operator.triton_module is not None
+    try:
+        operator.kernels = operator.kernels or importlib.import_module(operator.triton_module)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _say_once(name: str, reason: str, general: str) -> None:
+    """Warn that the operator *name* does not run its kernels, at the first time for this *reason*."""
+    refusals = OPERATORS[name].refusals
+    if reason not in refusals:
+        refusals[reason] = general
+        message = f"{name} runs on the {general} tier: triton declines: {reason}"
+        warnings.warn(message, TercetWarning, stacklevel=5)
 
 
 def _gpu(args: tuple) -> torch.device | None:
@@ -55,15 +74,25 @@ def _gpu(args: tuple) -> torch.device | None:
     return None
 
 
-@lru_cache(maxsize=8)
+@torch.compiler.assume_constant_result
 def obstacle(device: torch.device) -> str | None:
     """Return why kernels do not run on the GPU *device* unless asked for by name, or None."""
+    return _obstacle(device)
+
+
+@lru_cache(maxsize=8)
+def _obstacle(device: torch.device) -> str | None:
     if AMD:
         return "the kernels compile for AMD GPUs but have not been run on one; use_tier('triton') runs them"
     major, minor = torch.cuda.get_device_capability(device)
     if major < 8:
         return f"Triton supports GPUs of compute capability 8.0 and newer, this one has {major}.{minor}"
     return None
+
+
+def checks_values(x: torch.Tensor) -> bool:
+    """Return whether values beside *x* may be looked at: not on a GPU, which would have to wait, nor while tracing."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 @dataclass
@@ -75,6 +104,7 @@ class Operator:
         reference: the formula.
         torch_tier: vectorised implementation, or None where the reference already is vectorised.
         triton_module: dotted module defining ``call`` and ``declines``, imported at first use on a GPU.
+        kernels: that module, once imported.
     """
 
     name: str
@@ -82,7 +112,7 @@ class Operator:
     torch_tier: Callable[..., Any] | None = None
     triton_module: str | None = None
     refusals: dict[str, str] = field(default_factory=dict)
-    _triton: Any = None
+    kernels: Any = None
 
     def __post_init__(self) -> None:
         OPERATORS[self.name] = self
@@ -98,7 +128,7 @@ class Operator:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the operator on the tier chosen for these inputs."""
-        forced = _forced.get()
+        forced = _forced.value
         if forced is None:
             return self._implementation(self._automatic(args, kwargs))(*args, **kwargs)
         if forced == "torch":
@@ -121,33 +151,19 @@ class Operator:
         reason = obstacle(device) or self._triton_refusal(args, kwargs)
         if reason is None:
             return "triton"
-        if reason not in self.refusals:
-            self.refusals[reason] = general
-            warnings.warn(
-                f"{self.name} runs on the {general} tier: triton declines: {reason}",
-                TercetWarning,
-                stacklevel=4,
-            )
+        _say_once(self.name, reason, general)
         return general
 
     def _triton_refusal(self, args: tuple, kwargs: dict) -> str | None:
-        try:
-            module = self._load_triton()
-        except ImportError as error:
+        if error := _import_error(self.name):
             return f"triton cannot be imported ({error})"
         if _gpu(args) is None and os.environ.get("TRITON_INTERPRET") != "1":
             return "the tensors are on the CPU and TRITON_INTERPRET is not 1"
-        return module.declines(*args, **kwargs)
-
-    def _load_triton(self) -> Any:
-        if self._triton is None:
-            assert self.triton_module is not None
-            self._triton = importlib.import_module(self.triton_module)
-        return self._triton
+        return self.kernels.declines(*args, **kwargs)
 
     def _implementation(self, tier: Tier) -> Callable[..., Any]:
         if tier == "triton":
-            return self._load_triton().call
+            return self.kernels.call
         if tier == "torch":
             assert self.torch_tier is not None
             return self.torch_tier

@@ -6,14 +6,13 @@ table holds the addresses of all tensors, another says which piece of which tens
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tercet.ops.gpu import float_refusal
+from tercet.ops.tables import kept
 
 _BLOCK = 4096
 """Values a program adds."""
@@ -32,7 +31,7 @@ def _add_kernel(addresses, pieces, count, scale, PART: tl.constexpr, BLOCK: tl.c
     tl.store(total + at, value, mask=at < size)
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _pieces(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """Return for every program its tensor, its block of it, and how many values that block has."""
     rows = []

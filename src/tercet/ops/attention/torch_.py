@@ -6,16 +6,15 @@ a causal mask alone then keeps real tokens from reading the padding behind them.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tercet.ops.attention.reference import split
+from tercet.ops.tables import kept
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _groups(lengths: tuple[int, ...], device: torch.device) -> tuple[list[tuple[Tensor, int]], Tensor]:
     """Return per length class its token table ``[N, L]`` (padding repeats the row's own first token, so that
     nothing crosses between sequences), and the slot of every token.

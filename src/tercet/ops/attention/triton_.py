@@ -7,6 +7,7 @@ the model's widths on a Hopper GPU, `hopper` launches faster ones.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,7 @@ from tercet.ops.attention import hopper
 from tercet.ops.attention.triton_backward import delta_kernel, head_sum, key_kernel, query_kernel
 from tercet.ops.attention.triton_forward import forward_kernel
 from tercet.ops.gpu import HOPPER, INTERPRETED, chip, dense, float_refusal, operand_type, operator
+from tercet.ops.tables import kept
 from tercet.ops.triton_math import TF32
 
 WIDTHS = (16, 32, 64, 128)
@@ -65,7 +67,7 @@ def _launches(dtype: torch.dtype, device: torch.device) -> Launches:
     return HOPPER_TILES if own.generation == HOPPER else BLACKWELL_TILES
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _tiles(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     """Return ``[tiles, 6]`` int32 about the tile's sequence: first token, length, first tile, tiles, first slot, and
     pairs of tiles (of queries and keys, past or present) of the sequences in front of it.
@@ -85,16 +87,30 @@ def _tiles(lengths: tuple[int, ...], size: int, device: torch.device) -> Tensor:
     return table.to(device=device, dtype=torch.int32)
 
 
-@lru_cache(maxsize=64)
-def _plan(
-    lengths: tuple[int, ...], sizes: tuple[int, int, int], device: torch.device
-) -> tuple[int, int, Tensor, Tensor, Tensor]:
-    """Return slots, pairs of key tiles a head, and the tables of tiles of three *sizes*: forward, queries, keys."""
-    slots = sum(-(-n // SLOT) * SLOT for n in lengths)
+@dataclass(frozen=True, eq=False)
+class _Plan:
+    """What follows from the lengths of a batch."""
+
+    slots: int
+    """Slots a head for what the backward pass needs of every query."""
+    pairs: int
+    """Tiles of queries times tiles of keys not behind them, a head."""
+    forward: Tensor
+    query: Tensor
+    key: Tensor
+    """Tables of the tiles of the three kernels."""
+
+
+def _slots(lengths: Sequence[int]) -> int:
+    return sum(-(-n // SLOT) * SLOT for n in lengths)
+
+
+@kept(64)
+def _plan(lengths: tuple[int, ...], launches: Launches, device: torch.device) -> _Plan:
+    sizes = launches.forward.queries, launches.query.queries, launches.key.keys
     counts = [-(-n // sizes[2]) for n in lengths]
     pairs = sum(n * (n + 1) // 2 for n in counts)
-    forward, query, key = (_tiles(lengths, size, device) for size in sizes)
-    return slots, pairs, forward, query, key
+    return _Plan(_slots(lengths), pairs, *(_tiles(lengths, size, device) for size in sizes))
 
 
 def _gluon(q: Tensor, widths: dict[str, Any]) -> bool:
@@ -145,23 +161,15 @@ def _constants(launch: Launch, widths: dict[str, Any]) -> dict[str, Any]:
 
 @operator(
     "tercet::mla_attention",
-    schema="(Tensor q, Tensor kv, Tensor k_pe, float scale, int slots, int pairs, Tensor tiles, Tensor query_tiles,"
-    " Tensor key_tiles) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor q, Tensor kv, Tensor k_pe, float scale, int[] lengths) -> (Tensor, Tensor, Tensor)",
 )
 def _forward(
-    q: Tensor,
-    kv: Tensor,
-    k_pe: Tensor,
-    scale: float,
-    slots: int,
-    pairs: int,
-    tiles: Tensor,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
+    q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, lengths: tuple[int, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, kv, pe = dense(q).flatten(0, 1), dense(kv).flatten(0, 1), _rows(k_pe)
     T, H = q.shape[:2]
-    widths = _widths(q, kv, pe)
+    widths, plan = _widths(q, kv, pe), _plan(tuple(lengths), _launches(q.dtype, q.device), q.device)
+    slots, tiles = plan.slots, plan.forward
     out = torch.empty(*k_pe.shape[:2], H, widths["V"], dtype=torch.float32, device=q.device)
     lse = torch.empty(H, slots, dtype=torch.float32, device=q.device)
     row_max = torch.empty(H, T, dtype=torch.float32, device=q.device)
@@ -178,27 +186,17 @@ def _forward(
 
 
 @_forward.register_fake
-def _(
-    q: Tensor,
-    kv: Tensor,
-    k_pe: Tensor,
-    scale: float,
-    slots: int,
-    pairs: int,
-    tiles: Tensor,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(q: Tensor, kv: Tensor, k_pe: Tensor, scale: float, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, width = q.shape
     V = kv.shape[-1] - (width - k_pe.shape[-1])
-    lse, row_max = (q.new_empty(H, width, dtype=torch.float32) for width in (slots, B * T))
+    lse, row_max = (q.new_empty(H, width, dtype=torch.float32) for width in (_slots(lengths), B * T))
     return q.new_empty(B, T, H, V, dtype=torch.float32), lse, row_max
 
 
 @operator(
     "tercet::mla_attention_backward",
-    schema="(Tensor grad, Tensor q, Tensor kv, Tensor k_pe, Tensor out, Tensor lse, float scale, int pairs,"
-    " Tensor query_tiles, Tensor key_tiles) -> (Tensor, Tensor, Tensor)",
+    schema="(Tensor grad, Tensor q, Tensor kv, Tensor k_pe, Tensor out, Tensor lse, float scale, int[] lengths)"
+    " -> (Tensor, Tensor, Tensor)",
 )
 def _backward(
     grad: Tensor,
@@ -208,20 +206,18 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    pairs: int,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
+    lengths: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, kv = dense(q), dense(kv)
     d_q, d_kv = torch.empty_like(q), torch.empty_like(kv)
     q, kv, pe, grad = q.flatten(0, 1), kv.flatten(0, 1), _rows(k_pe), dense(grad).flatten(0, 1)
     if not len(q):
         return d_q, d_kv, torch.zeros_like(k_pe)
-    widths = _widths(q, kv, pe)
-    if _gluon(q, widths) and hopper.fits(pairs):
-        d_pe = hopper.backward(grad, q, kv, pe, out, lse, scale, pairs, key_tiles, d_q, d_kv)
+    widths, plan = _widths(q, kv, pe), _plan(tuple(lengths), _launches(q.dtype, q.device), q.device)
+    if _gluon(q, widths) and hopper.fits(plan.pairs):
+        d_pe = hopper.backward(grad, q, kv, pe, out, lse, scale, plan.pairs, plan.key, d_q, d_kv)
     else:
-        d_pe = _two_passes(grad, q, kv, pe, out, lse, scale, query_tiles, key_tiles, d_q, d_kv)
+        d_pe = _two_passes(grad, q, kv, pe, out, lse, scale, plan.query, plan.key, d_q, d_kv)
     d_shared = torch.empty(k_pe.shape, dtype=k_pe.dtype, device=k_pe.device)
     count = d_shared.numel()
     if count:
@@ -273,24 +269,21 @@ def _(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    pairs: int,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
+    lengths: tuple[int, ...],
 ) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), kv.new_empty(kv.shape), k_pe.new_empty(k_pe.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    q, kv, k_pe, ctx.scale, _, ctx.pairs, _, query_tiles, key_tiles = inputs
+    q, kv, k_pe, ctx.scale, ctx.lengths = inputs
     out, lse, row_max = output
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, row_max)
-    ctx.save_for_backward(q, kv, k_pe, out, lse, query_tiles, key_tiles)
+    ctx.save_for_backward(q, kv, k_pe, out, lse)
 
 
 def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    *tensors, query_tiles, key_tiles = ctx.saved_tensors
-    return *_backward(grad, *tensors, ctx.scale, ctx.pairs, query_tiles, key_tiles), *(None,) * 6
+    return *_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.lengths), None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -314,7 +307,5 @@ def declines(q: Tensor, kv: Tensor, k_pe: Tensor, *, scale: float, lengths: tupl
 
 def call(q: Tensor, kv: Tensor, k_pe: Tensor, *, scale: float, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """See `tercet.ops.attention.mla_attention`."""
-    launches = _launches(q.dtype, q.device)
-    sizes = launches.forward.queries, launches.query.queries, launches.key.keys
-    out, _, row_max = _forward(q, kv, k_pe, scale, *_plan(lengths, sizes, q.device))
+    out, _, row_max = _forward(q, kv, k_pe, scale, lengths)
     return out, row_max

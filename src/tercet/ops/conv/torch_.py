@@ -8,21 +8,21 @@ Shapes: T flat tokens, X extended rows, C channels, J taps.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tercet.ops.packing import positions
+from tercet.ops.tables import kept
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _layout(lengths: tuple[int, ...], history: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return the extended row of every token, of every history row ``[N, J-1]``, and of every state row."""
     count = torch.tensor(lengths)
     begin = torch.cat([count.new_zeros(1), (count + history).cumsum(0)])
-    token = torch.repeat_interleave(begin[:-1] + history, count) + positions(lengths)
+    token = torch.repeat_interleave(begin[:-1] + history, count, output_size=sum(lengths)) + positions(lengths)
     offsets = torch.arange(history)
     return tuple(t.to(device) for t in (token, begin[:-1, None] + offsets, begin[1:, None] - history + offsets))  # type: ignore[return-value]
 

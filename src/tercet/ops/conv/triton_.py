@@ -12,7 +12,6 @@ Shapes: T flat tokens, N sequences, C channels, J taps.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch import Tensor
 from tercet.ops.glu.triton_ import sigmoid
 from tercet.ops.gpu import blocks, dense, float_refusal, operator
 from tercet.ops.packing import positions
+from tercet.ops.tables import kept
 from tercet.ops.triton_sums import row_sum
 
 MAX_TAPS = 4
@@ -30,7 +30,7 @@ _FORWARD, _BACKWARD = (64, 256, 2), (128, 256, 1)
 """Tokens and channels of a program, and its warps; measured best on an H200 for 1024 and for 12,288 channels."""
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _places(lengths: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
     """Return each token's index within its sequence, and its sequence."""
     count = torch.tensor(lengths)
@@ -299,16 +299,24 @@ def _launch(tokens: int, channels: int, tile: tuple[int, int, int]) -> tuple[tup
 
 @operator(
     "tercet::short_conv",
-    schema="(Tensor x, Tensor weight, Tensor? state, Tensor positions, Tensor sequences) -> Tensor",
+    schema="(Tensor x, Tensor weight, Tensor? state, int[] lengths) -> Tensor",
 )
-def _forward(x: Tensor, weight: Tensor, state: Tensor | None, positions: Tensor, sequences: Tensor) -> Tensor:
+def _forward(x: Tensor, weight: Tensor, state: Tensor | None, lengths: tuple[int, ...]) -> Tensor:
     x, weight = dense(x), dense(weight)
     out = torch.empty_like(x)
     if x.numel():
         grid, tile = _launch(len(x), x.shape[1], _FORWARD)
         carried, shape = x if state is None else dense(state), {"C": x.shape[1], "TAPS": weight.shape[2]}
         _forward_kernel[grid](
-            x, weight, carried, out, positions, sequences, len(x), CARRIED=state is not None, **shape, **tile
+            x,
+            weight,
+            carried,
+            out,
+            *_places(tuple(lengths), x.device),
+            len(x),
+            CARRIED=state is not None,
+            **shape,
+            **tile,
         )
     return out
 
@@ -320,11 +328,10 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 @operator(
     "tercet::short_conv_backward",
-    schema="(Tensor x, Tensor weight, Tensor? state, Tensor grad, Tensor positions, Tensor sequences)"
-    " -> (Tensor, Tensor)",
+    schema="(Tensor x, Tensor weight, Tensor? state, Tensor grad, int[] lengths) -> (Tensor, Tensor)",
 )
 def _backward(
-    x: Tensor, weight: Tensor, state: Tensor | None, grad: Tensor, positions: Tensor, sequences: Tensor
+    x: Tensor, weight: Tensor, state: Tensor | None, grad: Tensor, lengths: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
     x, weight, grad = dense(x), dense(weight), dense(grad)
     (tokens, channels), taps = x.shape, weight.shape[2]
@@ -340,8 +347,7 @@ def _backward(
             grad,
             d_x,
             partial,
-            positions,
-            sequences,
+            *_places(tuple(lengths), x.device),
             tokens,
             CARRIED=state is not None,
             **shape,
@@ -356,13 +362,14 @@ def _(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    *tensors, ctx.lengths = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, state, *places = ctx.saved_tensors
-    d_x, d_weight = _backward(x, weight, state, grad, *places)
-    return d_x, d_weight, None, None, None
+    x, weight, state = ctx.saved_tensors
+    d_x, d_weight = _backward(x, weight, state, grad, ctx.lengths)
+    return d_x, d_weight, None, None
 
 
 _forward.register_autograd(_differentiate, setup_context=_save)
@@ -382,11 +389,11 @@ def call(
 ) -> tuple[Tensor, Tensor | None]:
     """See `tercet.ops.conv.short_conv`."""
     flat = x.flatten(0, 1)
-    y = _forward(flat, weight, state, *_places(lengths, x.device)).view_as(x)
+    y = _forward(flat, weight, state, lengths).view_as(x)
     return y, _tail(flat, weight.shape[2] - 1, state, lengths) if tail else None
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def _tail_places(lengths: tuple[int, ...], history: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Return each tail row's token, its row of the old state, and whether it is that one; all ``[N, history]``."""
     count = torch.tensor(lengths)

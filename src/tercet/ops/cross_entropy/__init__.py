@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tercet.errors import ConfigError, ShapeError
 from tercet.ops.cross_entropy import reference, torch_
-from tercet.ops.registry import Operator
+from tercet.ops.registry import Operator, checks_values
 
 IGNORE = -100
 """Target of a position that carries no loss."""
@@ -80,9 +80,5 @@ def _check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
             f"the head takes x [T, D], weight [V, D] and targets [T]; got {tuple(x.shape)}, {tuple(weight.shape)}, "
             f"{tuple(targets.shape)}"
         )
-    if (
-        x.device.type == "cpu"
-        and targets.numel()
-        and (int(targets.max()) >= len(weight) or int(targets.min()) < IGNORE)
-    ):
+    if checks_values(x) and targets.numel() and (int(targets.max()) >= len(weight) or int(targets.min()) < IGNORE):
         raise ShapeError(f"targets reach {int(targets.max())}, outside the vocabulary of {len(weight)}")

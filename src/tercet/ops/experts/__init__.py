@@ -8,7 +8,7 @@ from torch import Tensor
 from tercet.errors import ShapeError
 from tercet.ops.experts import reference, torch_
 from tercet.ops.glu import Activation
-from tercet.ops.registry import Operator
+from tercet.ops.registry import Operator, checks_values
 
 _experts = Operator("routed_experts", reference.routed_experts, torch_.routed_experts, "tercet.ops.experts.triton_")
 
@@ -51,7 +51,7 @@ def routed_experts(
     if z.ndim != 2 or z.shape[1] != latent or weights.shape != experts.shape or len(weights) != len(z):
         shapes = ", ".join(str(tuple(x.shape)) for x in (z, weights, experts))
         raise ShapeError(f"z must be [T, {latent}] with weights and experts [T, k], got {shapes}")
-    if z.device.type == "cpu" and experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < count:
+    if checks_values(z) and experts.numel() and not 0 <= int(experts.min()) <= int(experts.max()) < count:
         raise ShapeError(
             f"a token chose expert {int(experts.min())} or {int(experts.max())}; there are {count} experts"
         )

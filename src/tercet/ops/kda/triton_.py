@@ -19,7 +19,17 @@ from tercet.ops.gpu import capped, chip, float_refusal, operator
 from tercet.ops.kda.triton_backward import rebuild_states, tile_gradients, walk_back
 from tercet.ops.kda.triton_fold import chain, fold, fold_adjoint
 from tercet.ops.kda.triton_math import LOG2E, TILE
-from tercet.ops.kda.triton_plan import BLOCK_V, Pieces, Slab, Tiles, plan_pieces, plan_splits, plan_tiles, wanted_pieces
+from tercet.ops.kda.triton_plan import (
+    BLOCK_V,
+    Pieces,
+    Slab,
+    Tiles,
+    count_slots,
+    plan_pieces,
+    plan_splits,
+    plan_tiles,
+    wanted_pieces,
+)
 from tercet.ops.kda.triton_prepare import prepare_tile
 from tercet.ops.kda.triton_recurrence import walk_tiles
 from tercet.ops.packing import sequence_lengths
@@ -129,7 +139,7 @@ def _shapes(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, lengths, pieces, _, _, trained = others
     H, V, K, N = *v.shape[2:], q.shape[3], len(lengths)
-    slots = cut(lengths, pieces, v, K, trained).slots
+    slots = count_slots(tuple(lengths), _splits(lengths, pieces, v, K), H, trained)
     return (
         v.new_empty(v.shape),
         v.new_empty(N, H, V, K, dtype=torch.float32),
@@ -230,16 +240,19 @@ def unit_stride(*rows: Tensor) -> tuple[Tensor, ...]:
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in rows)
 
 
+def _splits(lengths: tuple[int, ...], pieces: int, v: Tensor, width: int) -> tuple[int, ...]:
+    """Return into how many pieces every sequence is cut."""
+    if pieces:
+        return (pieces,) * len(lengths)
+    counts = tuple(-(-n // TILE) for n in lengths)
+    H, V = v.shape[-2:]
+    blocks, fold_blocks = V // min(BLOCK_V, V), (V + width) // min(BLOCK_V, V, width)
+    return plan_splits(counts, H, blocks, fold_blocks, chip(v.device).multiprocessors)
+
+
 def cut(lengths: tuple[int, ...], pieces: int, v: Tensor, width: int, trained: bool) -> Pieces:
     """Return the pieces of a batch with values *v* ``[…, H, V]`` and keys of *width*; *pieces* as in `use_pieces`."""
-    H, V = v.shape[-2:]
-    if pieces:
-        splits = (pieces,) * len(lengths)
-    else:
-        counts = tuple(-(-n // TILE) for n in lengths)
-        blocks, fold_blocks = V // min(BLOCK_V, V), (V + width) // min(BLOCK_V, V, width)
-        splits = plan_splits(counts, H, blocks, fold_blocks, chip(v.device).multiprocessors)
-    return plan_pieces(tuple(lengths), splits, H, trained, v.device)
+    return plan_pieces(tuple(lengths), _splits(lengths, pieces, v, width), v.shape[-2], trained, v.device)
 
 
 def prepare(

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -22,7 +21,9 @@ import torch
 from torch import Tensor
 
 from tercet.errors import ConfigError
+from tercet.ops.choice import Choice
 from tercet.ops.kda.triton_math import TILE
+from tercet.ops.tables import kept
 
 SLAB_MATRICES = 24576
 """State matrices (tiles × heads) that the backward pass keeps at a time: 1.6 GB of states and adjoints at 128 × 128."""
@@ -43,7 +44,7 @@ WORTH = 0.9
 BEGINNING, ENDING, NOWHERE = -1, -1, -2
 """Instead of a slot: the sequence's own first or last state; no state at all (zero)."""
 
-_forced: ContextVar[int] = ContextVar("tercet_kda_pieces", default=0)
+_forced = Choice(0)
 
 
 @contextlib.contextmanager
@@ -56,16 +57,13 @@ def use_pieces(count: int) -> Iterator[None]:
         raise ConfigError(
             f"a sequence is cut into {count} pieces; give a positive number, or 0 for the planner's choice"
         )
-    token = _forced.set(count)
-    try:
+    with _forced.held(count):
         yield
-    finally:
-        _forced.reset(token)
 
 
 def wanted_pieces() -> int:
     """Return the number that `use_pieces` asks for, or 0."""
-    return _forced.get()
+    return _forced.value
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,7 +86,7 @@ class Tiles:
         return sum(self.counts)
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def plan_tiles(lengths: tuple[int, ...], device: torch.device) -> Tiles:
     """Cut sequences of the given *lengths* into tiles."""
     length = torch.tensor(lengths, dtype=torch.int64)
@@ -195,24 +193,40 @@ class Pieces:
 Row = tuple[int, int, int, int, int, int, int]
 
 
-@lru_cache(maxsize=64)
+def cut_sequences(
+    lengths: tuple[int, ...], splits: tuple[int, ...], heads: int, trained: bool
+) -> tuple[tuple[int, ...], ...]:
+    """Return the tiles at which the pieces of every sequence begin, and that behind its last."""
+    counts = [-(-n // TILE) for n in lengths]
+    cuts = [low for low, _ in plan_slabs(sum(counts), heads)] if trained else []
+    bounds, first = [], 0
+    for count, split in zip(counts, splits):
+        parts = max(1, min(split, count))
+        edges = {first + part * count // parts for part in range(parts)}
+        edges |= {cut for cut in cuts if first < cut < first + count}
+        bounds.append((*sorted(edges), first + count))
+        first += count
+    return tuple(bounds)
+
+
+def count_slots(lengths: tuple[int, ...], splits: tuple[int, ...], heads: int, trained: bool) -> int:
+    """Return the number of inner edges between pieces."""
+    return sum(len(bounds) - 2 for bounds in cut_sequences(lengths, splits, heads, trained))
+
+
+@kept(64)
 def plan_pieces(
     lengths: tuple[int, ...], splits: tuple[int, ...], heads: int, trained: bool, device: torch.device
 ) -> Pieces:
     """Cut every sequence into its number of *splits*, and at the slabs of the backward pass if *trained*."""
     counts = tuple(-(-n // TILE) for n in lengths)
     slabs = plan_slabs(sum(counts), heads) if trained else ((0, sum(counts)),)
-    cuts = [low for low, _ in slabs]
     pieces: list[Row] = []
     runs: list[Row] = []
     chains: list[tuple[int, int]] = []
     exports: dict[int, int] = {}
     slot = first = token = 0
-    for n, (length, count) in enumerate(zip(lengths, counts)):
-        parts = max(1, min(splits[n], count))
-        edges = {first + part * count // parts for part in range(parts)}
-        edges |= {cut for cut in cuts if first < cut < first + count}
-        bounds = [*sorted(edges), first + count]
+    for n, (length, count, bounds) in enumerate(zip(lengths, counts, cut_sequences(lengths, splits, heads, trained))):
         mine = [
             (low, high - low, token + (low - first) * TILE, min(length - (low - first) * TILE, (high - low) * TILE), n)
             for low, high in itertools.pairwise(bounds)
@@ -223,7 +237,7 @@ def plan_pieces(
             for k, row in enumerate(mine)
         ]
         pieces += rows
-        if parts > 1:
+        if min(splits[n], count) > 1:
             runs += rows
             chains.append((slot, last))
         else:
@@ -271,7 +285,7 @@ def _to_device(tables: list[list], device: torch.device) -> list[Tensor]:
     return made
 
 
-@lru_cache(maxsize=64)
+@kept(64)
 def plan_slices(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Return the rows of pieces that are whole sequences, folded from nothing into slot n both ways."""
     rows, first, token = [], 0, 0

@@ -20,8 +20,6 @@ Shapes: N blocks, R rows (padded to a power of two), C columns, S column slices.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +27,7 @@ from torch import Tensor
 
 from tercet.ops.gpu import chip, dense, fitted, float_refusal, operand_type, operator
 from tercet.ops.newton_schulz import triton_large
+from tercet.ops.tables import kept
 from tercet.ops.triton_math import TF32
 
 MAX_ROWS = 128
@@ -192,7 +191,7 @@ def _apply_kernel(
         tl.store(out + to, total.to(out.dtype.element_ty), mask=inside)
 
 
-@lru_cache(maxsize=32)
+@kept(32)
 def _on_device(coefficients: tuple[tuple[float, float, float], ...], device: torch.device) -> Tensor:
     return torch.tensor(coefficients, dtype=torch.float32, device=device)
 
