@@ -1,6 +1,7 @@
 """``torch.compile`` sees every operator as one node of one graph, and computes what eager code does."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -11,7 +12,9 @@ pytest.importorskip("triton")
 
 from numerics import relative_error
 from tercet import ops
+from tercet.model import build, to_compute_dtype
 from tercet.ops import use_tier
+from tercet.presets import preset
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # masked corners overflow and are thrown away
 T = 20
@@ -147,3 +150,33 @@ def test_what_was_asked_for_first_leaves_no_trace(name, tier, first, monkeypatch
         function(*(inputs if mode is None else map(mode.from_tensor, inputs)))
     with use_tier(tier):
         agree(outputs(function, inputs), outputs(function, inputs))
+
+
+def test_a_whole_model_is_one_graph():
+    """A KDA and an MLA layer with routed experts and the loss, in bf16, which the interpreter truncates to."""
+    config = preset("tiny").model
+    config = replace(
+        config,
+        vocab_size=64,
+        hidden_size=32,
+        num_layers=2,
+        full_attention_layers=(1,),
+        first_dense_layers=0,
+        kda=replace(config.kda, num_heads=2, head_dim=16),
+        mla=replace(config.mla, num_heads=2, q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, v_head_dim=16),
+        moe=replace(config.moe, num_experts=4, intermediate_size=16, latent_size=16),
+    )
+    model = build(config, seed=0, device=torch.get_default_device())
+    to_compute_dtype(model, torch.bfloat16)
+    tokens, parameters = torch.randint(64, (1, 17)), list(model.parameters())
+
+    def loss(tokens):
+        rows = model.features(tokens[:, :-1]).hidden.flatten(0, 1)
+        return ops.linear_cross_entropy(rows, model.lm_head.weight, tokens[0, 1:], torch.ones(16))[0]
+
+    with use_tier("triton"):
+        compiled, plain = torch.compile(loss, fullgraph=True, backend="aot_eager")(tokens), loss(tokens)
+        assert torch.equal(compiled, plain)
+        grads = (torch.autograd.grad(x, parameters, allow_unused=True) for x in (compiled, plain))
+        for (name, _), a, b in zip(model.named_parameters(), *grads):
+            assert (a is b is None) or relative_error(a, b) < 3e-2, name

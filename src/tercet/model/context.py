@@ -60,3 +60,7 @@ class Context:
     """Expert choice ``[tokens, k]`` by layer, for parity tests against other implementations."""
     recompute: bool = False
     """Recompute decoder layers in the backward pass."""
+
+
+PLAIN = Context()
+"""Nothing beside the activations. One for all, as a compiler cannot make one."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tercet.config import ModelConfig
 from tercet.errors import ShapeError
-from tercet.model.context import Context
+from tercet.model.context import PLAIN, Context
 from tercet.model.decoder import DecoderLayer, Depth, mix, run_layer
 from tercet.model.layers import RMSNorm, linear
 
@@ -102,7 +102,7 @@ class CausalLM(nn.Module):
             raise ShapeError(
                 f"tokens must be an integer tensor [batch, tokens], got {tuple(tokens.shape)} {tokens.dtype}"
             )
-        return self.model(tokens, context or Context())
+        return self.model(tokens, context or PLAIN)
 
     def forward(
         self, tokens: Int[Tensor, "batch tokens"], context: Context | None = None
@@ -130,7 +130,7 @@ class CausalLM(nn.Module):
         """
         layer = self.model.layers[-1]
         assert isinstance(layer, MTPLayer), "the configuration has no MTP layer"
-        context = context or Context()
+        context = context or PLAIN
         embedded = layer.enorm(self.model.embed_tokens(next_tokens))
         x = layer.eh_proj(torch.cat([embedded, layer.hnorm(mixture)], dim=-1))
         return layer.shared_head.norm(run_layer(layer, Depth([], x), context).prefix)
