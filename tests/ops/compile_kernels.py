@@ -8,11 +8,11 @@ the cases that failed, and the kernels that nothing launched.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import os
 import pkgutil
-import re
 import subprocess
 import sys
 import tempfile
@@ -236,13 +236,15 @@ def kernels():
     for module in pkgutil.walk_packages(ops.__path__, "tercet.ops."):
         if "triton" in module.name or "gluon" in module.name:
             for thing in vars(importlib.import_module(module.name)).values():
-                thing = getattr(thing, "kernel", thing)  # in a `Fitted`
+                thing = thing.kernel if isinstance(thing, gpu.Fitted) else thing
                 if isinstance(thing, JITFunction):
                     found[thing.fn] = thing
     called = set()
-    for thing in found.values():
-        called.update(re.findall(r"\b(\w+)\b(?!\s*\[)", thing.src.split("):", 1)[-1]))
-    return {fn: thing for fn, thing in found.items() if fn.__name__ not in called}
+    for fn, thing in found.items():
+        named = {node.id for node in ast.walk(thing.parse()) if isinstance(node, ast.Name)}
+        inner = (fn.__globals__.get(name) for name in named)
+        called.update(getattr(other, "fn", None) for other in inner)
+    return [fn for fn in found if fn not in called]
 
 
 def key(fn):
@@ -259,5 +261,11 @@ with tempfile.TemporaryDirectory() as cache, ops.use_tier("triton"):
             run()
         except Exception as error:
             failures[case] = f"{type(error).__name__}: {error}"
-never = sorted(key(fn) for fn in kernels() if fn not in launched)
-print(json.dumps({"kernels": {key(fn): entry for fn, entry in launched.items()}, "failures": failures, "never": never}))
+every = {key(fn): fn for fn in kernels()}
+report = {
+    "kernels": {key(fn): entry for fn, entry in launched.items()},
+    "failures": failures,
+    "all": sorted(every),
+    "never": sorted(name for name, fn in every.items() if fn not in launched),
+}
+print(json.dumps(report))
