@@ -320,3 +320,8 @@ class RunConfig:
             total % micro == 0,
             f"data.batch_sequences ({total}) must be a multiple of train.micro_batch_sequences ({micro})",
         )
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of a step, of all ranks together."""
+        return self.data.batch_sequences // self.train.micro_batch_sequences

@@ -164,4 +164,4 @@ def test_takes_the_models_widths_on_its_own_launches():
     assert (
         hopper.takes(q, 128, 64, 128) and not hopper.takes(q, 128, 0, 128) and not hopper.takes(q.float(), 128, 64, 128)
     )
-    assert triton_._gluon(q, {"D": 128, "R": 64, "V": 128})
+    assert triton_._gluon(q, triton_._launches(q.dtype, q.device), {"D": 128, "R": 64, "V": 128})

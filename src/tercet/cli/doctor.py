@@ -15,7 +15,7 @@ from rich.table import Table
 
 import tercet
 from tercet.ops import OPERATORS
-from tercet.ops.registry import Operator, obstacle
+from tercet.ops.registry import Operator, import_error, obstacle
 from tercet.util.text import size
 
 OPTIONAL: dict[str, tuple[str, str]] = {
@@ -88,11 +88,8 @@ def triton_obstacle(operator: Operator) -> str | None:
         return "no CUDA device, and TRITON_INTERPRET is not 1"
     if not interpreted and (reason := obstacle(torch.device("cuda"))):
         return reason
-    try:
-        importlib.import_module(operator.triton_module)
-    except ImportError as error:
-        return f"its module cannot be imported: {error}"
-    return None
+    error = import_error(operator.name)
+    return error and f"its module cannot be imported: {error}"
 
 
 def _operators() -> Table:

@@ -55,6 +55,11 @@ class Chip:
     generation: int
     """Major compute capability of an NVIDIA GPU, else 0."""
 
+    @property
+    def roomy(self) -> bool:
+        """Whether it is a GPU for data centres, Hopper or later: what tiles measured on an H200 need."""
+        return self.generation >= HOPPER and self.shared_memory >= 220 << 10
+
 
 @lru_cache(maxsize=8)
 def chip(device: torch.device) -> Chip:
@@ -70,8 +75,7 @@ def chip(device: torch.device) -> Chip:
 def takes_gluon(device: torch.device) -> bool:
     """Return whether *device* is a Hopper GPU and Triton a release known to compile the Gluon kernels for it."""
     known = ".".join(triton.__version__.split(".")[:2]) in GLUON_VERSIONS
-    own = chip(device)
-    return known and own.generation == HOPPER and own.shared_memory >= 220 << 10
+    return known and chip(device).roomy and chip(device).generation == HOPPER
 
 
 def capped(registers: int) -> dict[str, int]:

@@ -45,7 +45,7 @@ def use_tier(tier: Tier | None) -> Iterator[None]:
 
 
 @torch.compiler.assume_constant_result
-def _import_error(name: str) -> str | None:
+def import_error(name: str) -> str | None:
     """Import the kernels of the operator *name* unless they are; returns what went wrong. Not traced by a compiler."""
     operator = OPERATORS[name]
     assert operator.triton_module is not None
@@ -155,7 +155,7 @@ class Operator:
         return general
 
     def _triton_refusal(self, args: tuple, kwargs: dict) -> str | None:
-        if error := _import_error(self.name):
+        if error := import_error(self.name):
             return f"triton cannot be imported ({error})"
         if _gpu(args) is None and os.environ.get("TRITON_INTERPRET") != "1":
             return "the tensors are on the CPU and TRITON_INTERPRET is not 1"

@@ -79,7 +79,6 @@ class Stepper:
         summed = self.ranks.sum(torch.stack([torch.as_tensor(weight) for weight in weights])).tolist()
         totals = {part.name: max(1.0, total) for (part, _), total in zip(parts, summed)}
         parameters = list(self.model.parameters())
-        micro_batches = self.config.data.batch_sequences // self.config.train.micro_batch_sequences  # of all ranks
 
         def micro_step(index: int) -> tuple[tuple[Tensor | None, ...], Tensor]:
             batch = batches[index]
@@ -90,7 +89,7 @@ class Stepper:
             )
             loss = values.sum()
             if (auxiliary := self.balancer.auxiliary_loss()) is not None:
-                loss = loss + auxiliary / micro_batches
+                loss = loss + auxiliary / self.config.micro_batches
             return torch.autograd.grad(loss, parameters, allow_unused=True), values.detach().double()
 
         # Losses stay on the device until the end of the step: reading one waits for everything queued before it.
@@ -127,5 +126,4 @@ def _worker_count(config: RunConfig, device: torch.device, world: int) -> int:
     """Cores to give a micro-batch each: one on a GPU, and for `aux`, whose term belongs to the pass under way."""
     if device.type != "cpu" or config.balance.kind == "aux":
         return 1
-    micro_batches = -(-config.data.batch_sequences // config.train.micro_batch_sequences // world)
-    return min(config.train.workers or torch.get_num_threads(), micro_batches)
+    return min(config.train.workers or torch.get_num_threads(), -(-config.micro_batches // world))

@@ -180,8 +180,7 @@ def measure_step(config: RunConfig, device: torch.device, *, steps: int = 5) -> 
         steps: timed steps, after two to warm up.
     """
     stepper = Stepper(new_model(config, device), config, Ranks())
-    micro_batches = config.data.batch_sequences // config.train.micro_batch_sequences
-    batches = [_random_batch(config, device)] * micro_batches
+    batches = [_random_batch(config, device)] * config.micro_batches
     times = []
     for n in range(steps + 2):
         if n == 2 and device.type == "cuda":

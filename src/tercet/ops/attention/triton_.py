@@ -62,7 +62,7 @@ def _launches(dtype: torch.dtype, device: torch.device) -> Launches:
     own = chip(device)
     if INTERPRETED or dtype == torch.float32:
         return FP32
-    if own.generation < HOPPER or own.shared_memory < 220 << 10:
+    if not own.roomy:
         return SMALL
     return HOPPER_TILES if own.generation == HOPPER else BLACKWELL_TILES
 
@@ -105,16 +105,22 @@ def _slots(lengths: Sequence[int]) -> int:
     return sum(-(-n // SLOT) * SLOT for n in lengths)
 
 
-@kept(64)
-def _plan(lengths: tuple[int, ...], launches: Launches, device: torch.device) -> _Plan:
+def _planned(q: Tensor, lengths: Sequence[int]) -> tuple[Launches, _Plan]:
+    """Return how the kernels are launched for *q*, and the tables of tiles of those sizes."""
+    launches = _launches(q.dtype, q.device)
     sizes = launches.forward.queries, launches.query.queries, launches.key.keys
+    return launches, _plan(tuple(lengths), sizes, q.device)
+
+
+@kept(64)
+def _plan(lengths: tuple[int, ...], sizes: tuple[int, int, int], device: torch.device) -> _Plan:
     counts = [-(-n // sizes[2]) for n in lengths]
     pairs = sum(n * (n + 1) // 2 for n in counts)
     return _Plan(_slots(lengths), pairs, *(_tiles(lengths, size, device) for size in sizes))
 
 
-def _gluon(q: Tensor, widths: dict[str, Any]) -> bool:
-    return _launches(q.dtype, q.device) is HOPPER_TILES and hopper.takes(q, widths["D"], widths["R"], widths["V"])
+def _gluon(q: Tensor, launches: Launches, widths: dict[str, Any]) -> bool:
+    return launches is HOPPER_TILES and hopper.takes(q, widths["D"], widths["R"], widths["V"])
 
 
 def _rows(k_pe: Tensor) -> Tensor:
@@ -168,13 +174,12 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, kv, pe = dense(q).flatten(0, 1), dense(kv).flatten(0, 1), _rows(k_pe)
     T, H = q.shape[:2]
-    widths, plan = _widths(q, kv, pe), _plan(tuple(lengths), _launches(q.dtype, q.device), q.device)
-    slots, tiles = plan.slots, plan.forward
+    widths, (launches, plan) = _widths(q, kv, pe), _planned(q, lengths)
+    slots, tiles, launch = plan.slots, plan.forward, launches.forward
     out = torch.empty(*k_pe.shape[:2], H, widths["V"], dtype=torch.float32, device=q.device)
     lse = torch.empty(H, slots, dtype=torch.float32, device=q.device)
     row_max = torch.empty(H, T, dtype=torch.float32, device=q.device)
-    launch = _launches(q.dtype, q.device).forward
-    if T and _gluon(q, widths):
+    if T and _gluon(q, launches, widths):
         hopper.forward(q, kv, pe, scale, tiles, out, lse, row_max)
     elif T:
         matrices = ((kv, widths["D"]), (kv, widths["V"]), (pe, widths["R"]))
@@ -213,11 +218,11 @@ def _backward(
     q, kv, pe, grad = q.flatten(0, 1), kv.flatten(0, 1), _rows(k_pe), dense(grad).flatten(0, 1)
     if not len(q):
         return d_q, d_kv, torch.zeros_like(k_pe)
-    widths, plan = _widths(q, kv, pe), _plan(tuple(lengths), _launches(q.dtype, q.device), q.device)
-    if _gluon(q, widths) and hopper.fits(plan.pairs):
+    widths, (launches, plan) = _widths(q, kv, pe), _planned(q, lengths)
+    if _gluon(q, launches, widths) and hopper.fits(plan.pairs):
         d_pe = hopper.backward(grad, q, kv, pe, out, lse, scale, plan.pairs, plan.key, d_q, d_kv)
     else:
-        d_pe = _two_passes(grad, q, kv, pe, out, lse, scale, plan.query, plan.key, d_q, d_kv)
+        d_pe = _two_passes(grad, q, kv, pe, out, lse, scale, launches, plan, widths, d_q, d_kv)
     d_shared = torch.empty(k_pe.shape, dtype=k_pe.dtype, device=k_pe.device)
     count = d_shared.numel()
     if count:
@@ -233,16 +238,16 @@ def _two_passes(
     out: Tensor,
     lse: Tensor,
     scale: float,
-    query_tiles: Tensor,
-    key_tiles: Tensor,
+    launches: Launches,
+    plan: _Plan,
+    widths: dict[str, Any],
     d_q: Tensor,
     d_kv: Tensor,
 ) -> Tensor:
     """Fill *d_q* and *d_kv*, and return the shared keys' gradient of every head, ``[H, T, R]`` fp32."""
     T, H = q.shape[:2]
-    widths = _widths(q, kv, pe)
     D, R, V = (widths[name] for name in ("D", "R", "V"))
-    launches = _launches(q.dtype, q.device)
+    query_tiles, key_tiles = plan.query, plan.key
     narrow, delta = torch.empty_like(grad, dtype=q.dtype), torch.empty_like(lse)
     launch, slots = launches.query, lse.shape[1]
     delta_kernel[(len(query_tiles) * H,)](out, grad, narrow, delta, query_tiles, H, slots, launch.queries, 16, V)

@@ -28,6 +28,7 @@ from tercet.ops.kda.triton_plan import (
     plan_pieces,
     plan_splits,
     plan_tiles,
+    tile_counts,
     wanted_pieces,
 )
 from tercet.ops.kda.triton_prepare import prepare_tile
@@ -244,7 +245,7 @@ def _splits(lengths: tuple[int, ...], pieces: int, v: Tensor, width: int) -> tup
     """Return into how many pieces every sequence is cut."""
     if pieces:
         return (pieces,) * len(lengths)
-    counts = tuple(-(-n // TILE) for n in lengths)
+    counts = tile_counts(tuple(lengths))
     H, V = v.shape[-2:]
     blocks, fold_blocks = V // min(BLOCK_V, V), (V + width) // min(BLOCK_V, V, width)
     return plan_splits(counts, H, blocks, fold_blocks, chip(v.device).multiprocessors)

@@ -193,25 +193,32 @@ class Pieces:
 Row = tuple[int, int, int, int, int, int, int]
 
 
-def cut_sequences(
-    lengths: tuple[int, ...], splits: tuple[int, ...], heads: int, trained: bool
-) -> tuple[tuple[int, ...], ...]:
-    """Return the tiles at which the pieces of every sequence begin, and that behind its last."""
-    counts = [-(-n // TILE) for n in lengths]
-    cuts = [low for low, _ in plan_slabs(sum(counts), heads)] if trained else []
-    bounds, first = [], 0
+def tile_counts(lengths: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the tiles of every sequence."""
+    return tuple(-(-n // TILE) for n in lengths)
+
+
+def _slabs(counts: tuple[int, ...], heads: int, trained: bool) -> tuple[tuple[int, int], ...]:
+    return plan_slabs(sum(counts), heads) if trained else ((0, sum(counts)),)
+
+
+def _edges(
+    counts: tuple[int, ...], splits: tuple[int, ...], slabs: tuple[tuple[int, int], ...]
+) -> Iterator[tuple[int, ...]]:
+    """Yield for every sequence the tiles at which its pieces begin, and that behind its last."""
+    first = 0
     for count, split in zip(counts, splits):
         parts = max(1, min(split, count))
         edges = {first + part * count // parts for part in range(parts)}
-        edges |= {cut for cut in cuts if first < cut < first + count}
-        bounds.append((*sorted(edges), first + count))
+        edges |= {low for low, _ in slabs if first < low < first + count}
+        yield (*sorted(edges), first + count)
         first += count
-    return tuple(bounds)
 
 
 def count_slots(lengths: tuple[int, ...], splits: tuple[int, ...], heads: int, trained: bool) -> int:
-    """Return the number of inner edges between pieces."""
-    return sum(len(bounds) - 2 for bounds in cut_sequences(lengths, splits, heads, trained))
+    """Return the number of inner edges between pieces, without making any table."""
+    counts = tile_counts(lengths)
+    return sum(len(edges) - 2 for edges in _edges(counts, splits, _slabs(counts, heads, trained)))
 
 
 @kept(64)
@@ -219,17 +226,17 @@ def plan_pieces(
     lengths: tuple[int, ...], splits: tuple[int, ...], heads: int, trained: bool, device: torch.device
 ) -> Pieces:
     """Cut every sequence into its number of *splits*, and at the slabs of the backward pass if *trained*."""
-    counts = tuple(-(-n // TILE) for n in lengths)
-    slabs = plan_slabs(sum(counts), heads) if trained else ((0, sum(counts)),)
+    counts = tile_counts(lengths)
+    slabs = _slabs(counts, heads, trained)
     pieces: list[Row] = []
     runs: list[Row] = []
     chains: list[tuple[int, int]] = []
     exports: dict[int, int] = {}
     slot = first = token = 0
-    for n, (length, count, bounds) in enumerate(zip(lengths, counts, cut_sequences(lengths, splits, heads, trained))):
+    for n, (length, count, edges) in enumerate(zip(lengths, counts, _edges(counts, splits, slabs))):
         mine = [
             (low, high - low, token + (low - first) * TILE, min(length - (low - first) * TILE, (high - low) * TILE), n)
-            for low, high in itertools.pairwise(bounds)
+            for low, high in itertools.pairwise(edges)
         ]
         last = len(mine) - 1
         rows = [
