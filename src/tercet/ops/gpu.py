@@ -16,6 +16,7 @@ from triton.runtime.errors import OutOfResources
 
 from tercet.errors import UnsupportedError
 from tercet.ops.registry import AMD
+from tercet.ops.tables import traced
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run on the CPU, slowly, in Triton's interpreter."""
@@ -165,7 +166,7 @@ class GPUOperator:
 
     def __call__(self, *args: Any) -> Any:
         """Run on *args*, positionally as in the schema."""
-        if torch.compiler.is_compiling():
+        if traced():
             return self.registered(*args)
         if self.gradient is None or not torch.is_grad_enabled():
             return self.function(*args)

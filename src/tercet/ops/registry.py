@@ -21,6 +21,7 @@ import torch
 
 from tercet.errors import ConfigError, TercetWarning, UnsupportedError, nearest
 from tercet.ops.choice import Choice
+from tercet.ops.tables import traced
 
 AMD = torch.version.hip is not None
 """PyTorch's ``cuda`` devices are AMD GPUs."""
@@ -92,7 +93,7 @@ def _obstacle(device: torch.device) -> str | None:
 
 def checks_values(x: torch.Tensor) -> bool:
     """Return whether values beside *x* may be looked at: not on a GPU, which would have to wait, nor while tracing."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    return x.device.type == "cpu" and not traced()
 
 
 @dataclass

@@ -13,24 +13,34 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+def traced() -> bool:
+    """Return whether tensors may be pretended: a compiler traces, or a dispatch mode (fake tensors, counting) looks on.
+
+    While a compiler follows the backward pass, `torch.compiler.is_compiling` says no before PyTorch 2.12; the modes in
+    which it follows are seen in every release.
+    """
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+
+
 def kept(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Keep the *maxsize* newest results of a function that makes tensors of hashable arguments.
 
-    Unlike `functools.lru_cache` it keeps no pretended tensors (of a compiler, of a fake mode), which the next real call
-    would get, and its tensors take part in training even if inference mode asked for them first.
+    Unlike `functools.lru_cache` it keeps no pretended tensors, which the next real call would get; its tensors take
+    part in training even if inference mode asked for them first; and what names no device is made on the CPU, whatever
+    the process's default is.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         def make(*args: P.args, **kwargs: P.kwargs) -> T:
-            with torch.inference_mode(False):
+            with torch.inference_mode(False), torch.device("cpu"):
                 return function(*args, **kwargs)
 
         cached = lru_cache(maxsize=maxsize)(make)
 
         @wraps(function)
         def table(*args: P.args, **kwargs: P.kwargs) -> T:
-            if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
-                return function(*args, **kwargs)
+            if traced():
+                return make(*args, **kwargs)
             return cached(*args, **kwargs)  # type: ignore[arg-type]
 
         table.cache_clear = cached.cache_clear  # type: ignore[attr-defined]

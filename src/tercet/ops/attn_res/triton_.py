@@ -29,6 +29,7 @@ from torch import Tensor
 from tercet.ops.attn_res import triton_backward
 from tercet.ops.attn_res.triton_backward import attn_res_backward, folded_query, source, sum_two
 from tercet.ops.gpu import chip, dense, fitted, float_refusal, operator, power_of_two
+from tercet.ops.tables import traced
 
 MAX_SOURCES = 32
 MAX_WIDTH = 16384
@@ -231,7 +232,7 @@ def call(
     if next_weight is None:
         return _forward(list(sources), norm_weight, query, None, eps, next_eps)[0]
     wanted = any(x.requires_grad for x in (norm_weight, query, next_weight, *sources))
-    if torch.is_grad_enabled() and wanted and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and wanted and not traced():
         y, *handed = _HandOn.apply(norm_weight, query, next_weight, eps, next_eps, *sources)
         return y, handed
     return _forward(list(sources), norm_weight, query, next_weight, eps, next_eps)[2], list(sources)
