@@ -44,10 +44,10 @@ CASES = {
         lambda: [*(leaf(T, 32) for _ in "ab"), *(leaf(32) for _ in "wqn")],
     ),
     "routed_experts": (
-        lambda z, p, *w: ops.routed_experts(z, p, torch.tensor([[0, 2]] * 6), *w),
+        lambda z, p, *w: ops.routed_experts(z, p, torch.tensor([[0, 2]] * 6, device=z.device), *w),
         lambda: [leaf(6, 16), leaf(6, 2), leaf(3, 24, 16), leaf(3, 16, 24), leaf(3, 24, 16)],
     ),
-    "route": (lambda x: ops.route(x, torch.zeros(8), top_k=2).weights, lambda: [leaf(6, 8)]),
+    "route": (lambda x: ops.route(x, torch.zeros(8, device=x.device), top_k=2).weights, lambda: [leaf(6, 8)]),
     "router_logits": (ops.router_logits, lambda: [leaf(6, 32, dtype=torch.bfloat16), leaf(5, 32)]),
     "situ_glu": (ops.situ_glu, lambda: [leaf(6, 16), leaf(6, 16)]),
     "rms_norm": (lambda x, w: ops.rms_norm(x, w, eps=1e-5), lambda: [leaf(6, 16), leaf(16)]),
@@ -59,10 +59,15 @@ CASES = {
     "mla_attention": (lambda *x: ops.mla_attention(*x, scale=0.2)[0], attention_inputs),
     "sigmoid_gate": (lambda o, g: ops.sigmoid_gate(o, g, dtype=o.dtype), lambda: [leaf(1, T, 2, 16), leaf(1, T, 32)]),
     "linear_cross_entropy": (
-        lambda x, w: ops.linear_cross_entropy(x, w, torch.arange(6), torch.ones(6))[0],
+        lambda x, w: ops.linear_cross_entropy(x, w, torch.arange(6, device=x.device), torch.ones(6, device=x.device))[
+            0
+        ],
         lambda: [leaf(6, 16), leaf(40, 16)],
     ),
-    "token_logprobs": (lambda x, w: ops.token_logprobs(x, w, torch.arange(6))[0], lambda: [leaf(6, 16), leaf(40, 16)]),
+    "token_logprobs": (
+        lambda x, w: ops.token_logprobs(x, w, torch.arange(6, device=x.device))[0],
+        lambda: [leaf(6, 16), leaf(40, 16)],
+    ),
     "project": (lambda x, a, b: ops.project(x, [a, b])[0], lambda: [leaf(6, 16), leaf(8, 16), leaf(4, 16)]),
     "merge": (
         lambda x, y, a, b: ops.merge([x, y], [a, b]),
@@ -102,6 +107,14 @@ def test_one_operator_in_one_graph(name):
         torch._dynamo.reset()
         torch.compile(function, fullgraph=True, backend=watched)(*inputs)
     assert len(nodes) == 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_torch_tier_compiles(name):
+    function, make = CASES[name]
+    inputs = make()
+    with use_tier("torch"):
+        agree(outputs(torch.compile(function, backend="aot_eager"), inputs), outputs(function, inputs))
 
 
 @pytest.mark.parametrize("tier", ["torch", "triton"])

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tercet.ops.result import result
+
 
 class _AttnRes(torch.autograd.Function):
     @staticmethod
@@ -25,7 +27,7 @@ class _AttnRes(torch.autograd.Function):
         for v, weight in zip(wide[1:], p[1:]):
             out.addcmul_(v, weight[..., None])
         ctx.save_for_backward(norm_weight, query, p, scores, *norms, *sources)
-        return out.to(sources[0].dtype)
+        return result(out, sources[0].dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tercet.ops.packing import positions
+from tercet.ops.result import result
 from tercet.ops.tables import kept
 
 
@@ -44,7 +45,7 @@ class _ShortConv(torch.autograd.Function):
         total = total_XC.index_select(0, token - taps + 1)
         ctx.save_for_backward(extended, w_JC, total)
         ctx.lengths, ctx.dtypes, ctx.has_state = lengths, (x.dtype, weight.dtype), state is not None
-        return (total * torch.sigmoid(total)).to(x.dtype), extended[newest]
+        return result(total * torch.sigmoid(total), x.dtype), extended[newest]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:

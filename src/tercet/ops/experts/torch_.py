@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tercet.ops.glu import Activation, situ_backward, situ_forward
+from tercet.ops.result import result
 
 Settings = tuple[Activation, float, float]
 """Activation, SiTU's β₁ and β₂."""
@@ -59,7 +60,7 @@ class _RoutedExperts(torch.autograd.Function):
         y_TkL = y.index_select(0, slot).view(*experts.shape, z.shape[1]).to(compute)
         ctx.save_for_backward(z, weights, w1, w2, w3, order, slot, gate, up)
         ctx.counts, ctx.settings = counts, settings
-        return (y_TkL * weights.to(compute)[..., None]).sum(1).to(z.dtype)
+        return result((y_TkL * weights.to(compute)[..., None]).sum(1), z.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tercet.errors import ShapeError
 from tercet.ops.registry import Operator
+from tercet.ops.result import result
 
 Activation = Literal["situ", "silu"]
 
@@ -47,7 +48,7 @@ class _SituGLU(torch.autograd.Function):
         ctx.save_for_backward(gate, up)
         ctx.betas = (beta, linear_beta)
         compute = torch.promote_types(gate.dtype, torch.float32)
-        return situ_forward(gate.to(compute), up.to(compute), beta, linear_beta).to(gate.dtype)
+        return result(situ_forward(gate.to(compute), up.to(compute), beta, linear_beta), gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tercet.errors import ShapeError
 from tercet.ops.registry import Operator
+from tercet.ops.result import result
 
 
 def _rms_norm_reference(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -26,7 +27,7 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         r = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, r)
-        return (wide * r).to(x.dtype).mul_(weight.to(x.dtype))
+        return result((wide * r).to(x.dtype).mul_(weight.to(x.dtype)), x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -99,7 +100,7 @@ class _L2Norm(torch.autograd.Function):
         r = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().add_(eps).rsqrt_()
         y = wide * r
         ctx.save_for_backward(y, r)
-        return y.to(x.dtype)
+        return result(y, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
