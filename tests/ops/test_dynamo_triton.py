@@ -59,9 +59,7 @@ CASES = {
     "mla_attention": (lambda *x: ops.mla_attention(*x, scale=0.2)[0], attention_inputs),
     "sigmoid_gate": (lambda o, g: ops.sigmoid_gate(o, g, dtype=o.dtype), lambda: [leaf(1, T, 2, 16), leaf(1, T, 32)]),
     "linear_cross_entropy": (
-        lambda x, w: ops.linear_cross_entropy(x, w, torch.arange(6, device=x.device), torch.ones(6, device=x.device))[
-            0
-        ],
+        lambda x, w: ops.linear_cross_entropy(x, w, torch.arange(6, device=x.device), torch.ones_like(x[:, 0]))[0],
         lambda: [leaf(6, 16), leaf(40, 16)],
     ),
     "token_logprobs": (

@@ -15,8 +15,8 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
 from tercet.errors import UnsupportedError
+from tercet.ops.compiling import traced
 from tercet.ops.registry import AMD
-from tercet.ops.tables import traced
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run on the CPU, slowly, in Triton's interpreter."""

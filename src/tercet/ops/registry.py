@@ -21,7 +21,7 @@ import torch
 
 from tercet.errors import ConfigError, TercetWarning, UnsupportedError, nearest
 from tercet.ops.choice import Choice
-from tercet.ops.tables import traced
+from tercet.ops.compiling import traced
 
 AMD = torch.version.hip is not None
 """PyTorch's ``cuda`` devices are AMD GPUs."""

@@ -7,19 +7,11 @@ from functools import lru_cache, wraps
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from tercet.ops.compiling import traced
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def traced() -> bool:
-    """Return whether tensors may be pretended: a compiler traces, or a dispatch mode (fake tensors, counting) looks on.
-
-    While a compiler follows the backward pass, `torch.compiler.is_compiling` says no before PyTorch 2.12; the modes in
-    which it follows are seen in every release.
-    """
-    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 def kept(maxsize: int) -> Callable[[Callable[P, T]], Callable[P, T]]:

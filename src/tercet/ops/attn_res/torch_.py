@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tercet.ops.result import result
+from tercet.ops.compiling import result
 
 
 class _AttnRes(torch.autograd.Function):

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from tercet.ops.attn_res import triton_backward
 from tercet.ops.attn_res.triton_backward import attn_res_backward, folded_query, source, sum_two
+from tercet.ops.compiling import traced
 from tercet.ops.gpu import chip, dense, fitted, float_refusal, operator, power_of_two
-from tercet.ops.tables import traced
 
 MAX_SOURCES = 32
 MAX_WIDTH = 16384

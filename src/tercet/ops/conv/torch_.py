@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tercet.ops.compiling import result
 from tercet.ops.packing import positions
-from tercet.ops.result import result
 from tercet.ops.tables import kept
 
 

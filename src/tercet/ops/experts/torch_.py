@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tercet.ops.compiling import result
 from tercet.ops.glu import Activation, situ_backward, situ_forward
-from tercet.ops.result import result
 
 Settings = tuple[Activation, float, float]
 """Activation, SiTU's β₁ and β₂."""

@@ -10,8 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tercet.errors import ShapeError
+from tercet.ops.compiling import result
 from tercet.ops.registry import Operator
-from tercet.ops.result import result
 
 Activation = Literal["situ", "silu"]
 

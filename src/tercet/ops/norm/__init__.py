@@ -9,8 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from tercet.errors import ShapeError
+from tercet.ops.compiling import result
 from tercet.ops.registry import Operator
-from tercet.ops.result import result
 
 
 def _rms_norm_reference(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
